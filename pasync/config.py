@@ -1,0 +1,343 @@
+"""One frozen, strict configuration tree, read from one YAML file by every process.
+
+    YAML file + "a.b=c" overrides --load()--> Config --save()--> <run>/config.yaml, itself loadable
+
+Every problem is found before anything starts and all are reported together: unknown keys, wrong types,
+and combinations that cannot work. Units are part of a key's name (`_s`, `_tokens`, `_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pasync.conflicts import conflicts
+from pasync.errors import ConfigError, nearest
+
+Dtype = Literal["float32", "bfloat16"]
+Kind = Literal["auto", "cpu", "cuda", "npu"]
+
+
+class Section(BaseModel):
+    """A part of the tree: unknown keys are errors, values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False)
+
+
+class ModelConfig(Section):
+    path: str
+    """Folder of a Hugging Face causal LM (Qwen2, Qwen3 or Llama family), or a model this repository can make:
+    `smollm2-135m-instruct`, `tiny-sort`."""
+    dtype: Dtype = "bfloat16"
+    """Compute type of the training ranks. Accumulated gradients and master weights are float32 in any case."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class DatasetConfig(Section):
+    source: str
+    """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a folder written by `datasets.save_to_disk`.
+    A relative path is relative to the configuration file."""
+    prompt_column: str = "question"
+    """Column that holds the question."""
+    answer_column: str = "answer"
+    """Column that holds the reference answer; rewards see it as `sample["answer"]`."""
+    size: int | None = Field(None, ge=1)
+    """Use only the first `size` rows; for reasoning-gym, how many problems to generate (required there)."""
+    seed: int = 0
+    """Seed of a reasoning-gym generator."""
+    options: dict[str, Any] = {}
+    """Extra arguments of the reasoning-gym generator, for instance `max_terms: 3`."""
+
+
+class DataConfig(Section):
+    train: DatasetConfig
+    """Prompts to learn from; each epoch is a new shuffle."""
+    eval: DatasetConfig | None = None
+    """Held-out prompts."""
+    template: str = "{question}"
+    """Python format string over the row's columns; `{question}` is always the prompt column."""
+    chat: bool = True
+    """Send the filled template as a user message through the tokenizer's chat template; otherwise as raw text."""
+    system: str | None = None
+    """System message of the chat."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """A longer prompt is an error at start, never cut in silence."""
+
+
+class RolloutConfig(Section):
+    servers: int = Field(1, ge=1)
+    """Number of vLLM server processes."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Devices of each server."""
+    dtype: Dtype | None = None
+    """Type the servers compute in; unset means the type of the training ranks."""
+    max_tokens: int = Field(ge=1)
+    """Longest response, in tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature of training responses; the trainer's log-probs use the same one. The whole distribution is
+    sampled (no top-p, top-k or penalties), because the gradient is that of the distribution sampled from."""
+    stop_token_prefixes: list[str] = []
+    """Any token whose text starts with one of these ends the response, as EOS does."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Responses a server works on at once; so floor(max_num_seqs / K) groups at a time (group-first)."""
+    kv_cache_bytes: int | None = Field(None, ge=1 << 20)
+    """Size of a server's KV cache. Required on cpu; on devices unset means `memory_frac`."""
+    memory_frac: float = Field(0.9, gt=0, le=1)
+    """Share of a device's memory that a server may use (not on cpu)."""
+    heartbeat_s: float = Field(1.0, gt=0)
+    """A server says that it lives this often."""
+    silence_s: float = Field(30.0, gt=0)
+    """A server not heard of for so long is given up."""
+    start_s: float = Field(300.0, gt=0)
+    """Longest wait for all servers to be ready."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Longest wait for the next finished group."""
+    source: str = "live"
+    """`live`: sample from the servers. `record`: the same, and keep every group in the run folder.
+    `replay:<run folder>`: train on the groups recorded there, without any server."""
+
+
+class RewardConfig(Section):
+    function: str = "math"
+    """`math` (math-verify), `exact` (same text after stripping), or `module:function` of your own."""
+    workers: int = Field(1, ge=1)
+    """Reward processes of each server."""
+    timeout_s: float = Field(8.0, gt=0)
+    """A call that takes longer is killed, scored 0 and counted."""
+    memory_bytes: int = Field(4 << 30, ge=1 << 28)
+    """Memory limit of a reward process."""
+    truncated_is_wrong: bool = True
+    """A response cut at `max_tokens` scores 0 without being looked at."""
+
+
+class AlgorithmConfig(Section):
+    batch_groups: int = Field(ge=1)
+    """B: prompts of one iteration."""
+    group_responses: int = Field(ge=1)
+    """K: responses to each prompt."""
+    normalize_std: bool = True
+    """Divide a group's advantages by its standard deviation (GRPO); False for Dr. GRPO."""
+    normalizer: Literal["sequence", "token", "constant"] = "token"
+    """What the summed loss is divided by: `sequence` means of token means (GRPO), `token` all tokens (DAPO),
+    `constant` responses x max_tokens (Dr. GRPO)."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """Ratio to the old policy is clipped below 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """Ratio to the old policy is clipped above 1 + clip_high."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 KL estimate to the starting model, added to the loss; 0 holds no reference model."""
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course after the warm-up; `linear` and `cosine` end at 0 after the last iteration."""
+    warmup_iterations: int = Field(0, ge=0)
+    """Iterations over which the rate rises linearly to `lr`."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest norm of the whole gradient."""
+
+
+class ParallelConfig(Section):
+    ranks: int = Field(1, ge=1)
+    """Data-parallel training processes."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Ready groups are packed up to so many tokens into one forward; a larger single group still goes alone."""
+    deadline_s: float = Field(1800.0, gt=0)
+    """Longest wait of a rank for another one; must exceed every other deadline."""
+
+
+class SyncConfig(Section):
+    bucket_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Weights are sent in flat buckets of about this size."""
+    deadline_s: float = Field(120.0, gt=0)
+    """Longest wait for one weight transfer, on both sides."""
+    probe_every: int = Field(1, ge=1)
+    """Check the servers' weights (sum of what they hold, log-probs of a fixed sequence) after every n-th sync."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest mean |trainer - server| log-prob difference of the probe; unset means 0.001 in float32, 0.15 in bfloat16."""
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0)
+    """Evaluate every n iterations, and at the start and the end; 0: never."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Longest evaluation response; unset means `rollout.max_tokens`."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)
+    """Save a resumable checkpoint every n iterations; 0: only the final model."""
+    keep: int = Field(2, ge=1)
+    """Older checkpoints are deleted."""
+
+
+class DeviceConfig(Section):
+    kind: Kind = "auto"
+    """`auto` takes npu before cuda before cpu."""
+    count: int | None = Field(None, ge=1)
+    """Devices (cpu: cores) to use; unset means all that are there."""
+
+
+class RunConfig(Section):
+    dir: str | None = None
+    """The run folder; unset means runs/<name>-<time>. A folder with checkpoints is continued."""
+
+
+class Config(Section):
+    """The whole tree. See each field's text for its meaning and unit."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the run folder."""
+    seed: int = Field(0, ge=0, lt=1 << 31)
+    """Seed of data order and sampling."""
+    iterations: int = Field(ge=1)
+    """Optimizer steps."""
+    schedule: Literal["periodic", "sync"] = "periodic"
+    """`periodic` trains on groups as they arrive; `sync` waits for the whole batch first. Same gradient."""
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    rewards: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = ParallelConfig()
+    sync: SyncConfig = SyncConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    device: DeviceConfig = DeviceConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def server_dtype(self) -> Dtype:
+        """Type the servers compute in."""
+        return self.rollout.dtype or self.model.dtype
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest prompt plus longest response."""
+        return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+
+    @property
+    def replayed_run(self) -> Path | None:
+        """Folder of the run whose groups are trained on, if this run samples nothing itself."""
+        kind, _, folder = self.rollout.source.partition(":")
+        return Path(folder) if kind == "replay" and folder else None
+
+    @property
+    def probe_tolerance(self) -> float:
+        """Largest mean |trainer - server| log-prob difference of the probe."""
+        exact = self.server_dtype == self.model.dtype == "float32"
+        return self.sync.probe_tolerance or (1e-3 if exact else 0.15)
+
+
+def load(path: str | Path, overrides: list[str] | None = None, further: Callable[[Config], list[str]] = lambda _: []) -> Config:
+    """Read a configuration file and apply `key.sub=value` overrides.
+
+    Args:
+        path: YAML file.
+        overrides: for instance ["optimizer.lr=1e-6", "data.eval=null"]; values are YAML.
+        further: checks that know more than the tree, such as this machine's devices; returns problems.
+
+    Raises:
+        ConfigError: lists every problem, each with its key, value, what is allowed, and the nearest valid name.
+    """
+    path = Path(path)
+    try:
+        raw = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds {type(raw).__name__}, must be a mapping of keys to values")
+    merged = _merge(raw, overrides or [])
+    problems = _unknown_keys(merged, Config, "")
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_report(problems + _type_problems(error))) from None
+    config = _with_absolute_paths(config, path.resolve().parent)
+    problems += conflicts(config) + further(config)
+    if problems:
+        raise ConfigError(_report(problems))
+    return config
+
+
+def save(config: Config, path: Path) -> None:
+    """Write the resolved tree as YAML that `load` reads back to an equal Config."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+
+
+def _merge(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
+    wrong = [o for o in overrides if "=" not in o or o.startswith("=")]
+    if wrong:
+        raise ConfigError(_report([f"{o}: an override must look like key.sub=value" for o in wrong]))
+    try:
+        tree = OmegaConf.merge(OmegaConf.create(raw), OmegaConf.from_dotlist(overrides))
+        merged = OmegaConf.to_container(tree, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot apply overrides {overrides}: {error}") from error
+    assert isinstance(merged, dict)
+    return {str(key): value for key, value in merged.items()}
+
+
+def _unknown_keys(tree: Any, section: type[BaseModel], prefix: str) -> list[str]:
+    found: list[str] = []
+    for key, value in tree.items():
+        field = section.model_fields.get(key)
+        if field is None:
+            allowed = section.model_fields
+            found.append(f"{prefix}{key}={value}: unknown key, allowed are {', '.join(allowed)}{nearest(key, allowed)}")
+            continue
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
+                found += _unknown_keys(value, kind, f"{prefix}{key}.")
+    return found
+
+
+def _type_problems(error: ValidationError) -> list[str]:
+    rows = []
+    for e in error.errors():
+        if e["type"] == "extra_forbidden":
+            continue  # named by _unknown_keys, with a suggestion
+        key = ".".join(map(str, e["loc"]))
+        allowed = e.get("ctx", {}).get("expected", "")
+        hint = nearest(e["input"], str(allowed).replace("'", "").replace(" or ", ", ").split(", ")) if e["type"] == "literal_error" else ""
+        given = "" if e["type"] == "missing" else f"={e['input']}"
+        rows.append(f"{key}{given}: {e['msg'][0].lower() + e['msg'][1:]}{hint}")
+    return rows
+
+
+def _report(problems: list[str]) -> str:
+    return f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration:\n" + "\n".join(f"  {p}" for p in problems)
+
+
+def _with_absolute_paths(config: Config, base: Path) -> Config:
+    """Make dataset and model paths independent of the working folder, so the saved copy loads from anywhere."""
+    def absolute(text: str) -> str:
+        return str((base / text).resolve()) if (base / text).exists() else text
+
+    def dataset(d: DatasetConfig | None) -> DatasetConfig | None:
+        return d and d.model_copy(update={"source": absolute(d.source)})
+
+    data = config.data.model_copy(update={"train": dataset(config.data.train), "eval": dataset(config.data.eval)})
+    model = config.model.model_copy(update={"path": absolute(config.model.path)})
+    replayed = config.replayed_run
+    source = f"replay:{replayed.resolve()}" if replayed else config.rollout.source  # of the working folder: it is typed, not written
+    rollout = config.rollout.model_copy(update={"source": source})
+    return config.model_copy(update={"data": data, "model": model, "rollout": rollout})

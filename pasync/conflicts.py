@@ -1,0 +1,51 @@
+"""Values that are each valid but cannot work together; what depends on the machine is checked by the launcher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pasync.errors import nearest
+
+if TYPE_CHECKING:
+    from pasync.config import Config
+
+
+def conflicts(config: Config) -> list[str]:
+    """Every combination that cannot work, each as `key=value: why, what is allowed`."""
+    c, found = config, []
+    groups, responses = c.algorithm.batch_groups, c.algorithm.group_responses
+    if responses < 2:
+        found.append(f"algorithm.group_responses={responses}: a group of one has no baseline, must be at least 2")
+    if responses > c.rollout.max_num_seqs:
+        found.append(f"algorithm.group_responses={responses}: a group must fit a server, rollout.max_num_seqs={c.rollout.max_num_seqs}")
+    if groups % c.parallel.ranks:
+        found.append(f"algorithm.batch_groups={groups}: must be a multiple of parallel.ranks={c.parallel.ranks}")
+    if c.optimizer.warmup_iterations > c.iterations:
+        found.append(f"optimizer.warmup_iterations={c.optimizer.warmup_iterations}: must not exceed iterations={c.iterations}")
+    if c.eval.every and c.data.eval is None:
+        found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
+    if c.data.eval is not None and not c.eval.every:
+        found.append("data.eval: is given but eval.every=0 never uses it, set eval.every or data.eval=null")
+    if c.rollout.silence_s <= 2 * c.rollout.heartbeat_s:
+        found.append(f"rollout.silence_s={c.rollout.silence_s}: must be more than twice rollout.heartbeat_s={c.rollout.heartbeat_s}")
+    longest = max(c.rollout.start_s, c.rollout.deadline_s, c.sync.deadline_s)
+    if c.parallel.deadline_s <= longest:
+        found.append(f"parallel.deadline_s={c.parallel.deadline_s}: must exceed every other deadline, now {longest}")
+    for key in ("train", "eval"):
+        data = getattr(c.data, key)
+        if data and data.source.startswith("reasoning-gym:") and data.size is None:
+            found.append(f"data.{key}.size=null: reasoning-gym generates problems without end, give how many")
+        if data and data.options and not data.source.startswith("reasoning-gym:"):
+            found.append(f"data.{key}.options: only a reasoning-gym source takes options, not {data.source}")
+    reward = c.rewards.function
+    if reward not in ("math", "exact") and ":" not in reward:
+        found.append(f"rewards.function={reward}: must be math, exact or module:function{nearest(reward, ['math', 'exact'])}")
+    kind, _, folder = c.rollout.source.partition(":")
+    if kind not in ("live", "record", "replay") or (kind == "replay") != bool(folder):
+        hint = nearest(kind, ["live", "record", "replay:"])
+        found.append(f"rollout.source={c.rollout.source}: must be live, record or replay:<run folder>{hint}")
+    if c.replayed_run and not (c.replayed_run / "rollouts").is_dir():
+        found.append(f"rollout.source={c.rollout.source}: no run was recorded there (rollout.source=record keeps its groups in rollouts/)")
+    if c.replayed_run and c.eval.every:
+        found.append(f"eval.every={c.eval.every}: a replayed run has no server to evaluate on, set eval.every=0 and data.eval=null")
+    return found

@@ -1,0 +1,1 @@
+"""From rows of a data set to prompts, and from finished groups to micro-batches."""

@@ -1,0 +1,96 @@
+"""The only file that knows npu, cuda and cpu. Importing it does not import torch.
+
+A device id is a core on cpu and the index of an accelerator elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from glob import glob
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+Role = Literal["server", "rank"]
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+NODES = {"cuda": "/dev/nvidia", "npu": "/dev/davinci"}
+
+
+def detect() -> str:
+    """The kind of this machine: "npu", "cuda" or "cpu", in this order."""
+    return next((kind for kind in ("npu", "cuda") if _node_ids(kind)), "cpu")
+
+
+def device_ids(kind: str) -> list[int]:
+    """Ids of the devices this process may use."""
+    if kind == "cpu":
+        return sorted(os.sched_getaffinity(0))
+    visible = os.environ.get(VISIBLE[kind])
+    return [int(i) for i in visible.split(",") if i.strip()] if visible is not None else _node_ids(kind)
+
+
+def process_environment(kind: str, ids: list[int], role: Role) -> dict[str, str]:
+    """Environment of a process that owns the devices `ids`."""
+    env = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    env[VISIBLE.get(kind, "OMP_NUM_THREADS")] = str(len(ids)) if kind == "cpu" else ",".join(map(str, ids))
+    if kind == "cpu":  # keep freed memory: a gigabyte of fresh pages costs more than the arithmetic done on it
+        env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    if role == "rank":
+        return env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # or the transfer group's own store finds no master
+    env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if kind == "cpu":
+        env["TORCH_COMPILE_DISABLE"] = "1"  # log-probs would compile C++ at the first batch, about 10 s
+    if kind == "npu":
+        env["VLLM_ASCEND_ENABLE_NZ"] = "0"  # weights in the NZ format cannot be loaded again
+    return env
+
+
+def torch_device(kind: str, local_index: int) -> torch.device:
+    """The device of this process, made current."""
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind == "npu":
+        import torch_npu  # noqa: F401  registers torch.npu
+    device = torch.device(kind, local_index)
+    torch.get_device_module(device).set_device(device)
+    return device
+
+
+def collective_backend(kind: str) -> str:
+    """Backends of the training ranks' process group; host tensors always go over gloo."""
+    return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]
+
+
+def process_group(kind: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+    """A process group of its own, outside torch's default one; blocks until all ranks are there."""
+    import torch.distributed as dist
+
+    if kind == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    if kind == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options._timeout = timeout
+    return ProcessGroupHCCL(store, rank, world_size, options)
+
+
+def pin(ids: list[int]) -> None:
+    """Bind this process to the cores `ids` and give torch as many threads."""
+    import torch
+
+    os.sched_setaffinity(0, ids)
+    torch.set_num_threads(len(ids))
+
+
+def _node_ids(kind: str) -> list[int]:
+    names = (Path(p).name.removeprefix(Path(NODES[kind]).name) for p in glob(f"{NODES[kind]}[0-9]*"))
+    return sorted(int(n) for n in names if n.isdigit())

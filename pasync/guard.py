@@ -1,0 +1,45 @@
+"""The process that makes orphans impossible: `python -m pasync.guard RUN_ID LAUNCHER_PID`, started before all others.
+
+    launcher --(pipe, write end)--> guard's stdin: end of file means that the launcher is gone, kill -9 included
+                                    guard --SIGKILL--> every process that carries the run's marker
+
+A launcher that ends by itself has ended the others already and says so with one byte; then there is nothing to report.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from pasync.processes import kill_run
+
+QUIET = b"."
+
+
+def start(run_id: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start the guard of this process's run; closing its stdin, or dying, sets it off."""
+    argv = [sys.executable, "-m", "pasync.guard", run_id, str(os.getpid())]
+    return subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, start_new_session=True,
+        preexec_fn=_ignore_signals,  # before Python is up, so that it cannot be stopped while it starts
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Wait, without a deadline, until the pipe closes; then end the run. Woken by nothing else."""
+    run_id, launcher = sys.argv[1:]
+    said = sys.stdin.buffer.read()
+    killed = kill_run(run_id)
+    if said != QUIET:
+        print(f"ProcessDied: the launcher (pid {launcher}) was killed; ended the {killed} processes it had started", file=sys.stderr)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""What travels between the trainer and the servers, and how it is written on the wire.
+
+    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Stop -->  server (DEALER)
+                      <-- Hello, Joined, GroupDone, Synced, Probed, Heartbeat, Failed --
+
+A frame is WIRE_VERSION followed by one msgpack map with a "type" tag. Decoding checks the version, the size and the schema
+(msgspec); nothing on the wire is ever executed. Token ids and log-probs travel as raw little-endian arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+WIRE_VERSION = b"pasync1\n"
+MAX_FRAME_BYTES = 256 << 20
+
+
+class BadMessage(ValueError):
+    """A frame of the wrong version, size or schema."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of everything on the wire."""
+
+
+class Response(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One sampled response."""
+
+    ids: bytes
+    """int32 [R]: the very tokens the engine sampled, the stop token included."""
+    logprobs: bytes
+    """float32 [R]: log-probs of those tokens under the distribution they were sampled from."""
+    text: str
+    """The response as text, without the token that ended it."""
+    ended: bool
+    """False if cut at max_tokens."""
+    reward: float
+    reward_error: str = ""
+    """Why the reward function gave no number (then `reward` is 0): "timeout", "crash", "not a number", or an exception."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return np.frombuffer(self.ids, "<i4")
+
+    @property
+    def token_logprobs(self) -> np.ndarray:
+        return np.frombuffer(self.logprobs, "<f4")
+
+
+class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prompt and its K responses: the unit that is generated, queued, recorded and trained on."""
+
+    version: int
+    """Version of the weights that sampled it."""
+    group_id: int
+    """Position of the prompt in the batch of its iteration."""
+    prompt_ids: bytes
+    """int32 [P]."""
+    responses: list[Response]
+    started: float
+    """Unix time at which a server began it."""
+    finished: float
+    """Unix time at which its last reward was known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt once plus all responses: what a shared-prompt forward sees."""
+        return (len(self.prompt_ids) + sum(len(r.ids) for r in self.responses)) // 4
+
+    @property
+    def num_response_tokens(self) -> int:
+        return sum(len(r.ids) for r in self.responses) // 4
+
+    @property
+    def rewards(self) -> list[float]:
+        return [r.reward for r in self.responses]
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to sample; nothing is left to the engine's defaults."""
+
+    num_responses: int
+    temperature: float
+    max_tokens: int
+
+
+class Join(Message, frozen=True, tag="join"):
+    """Trainer: enter the weight-transfer group as ranks rank_offset .. rank_offset + tensor_parallel - 1."""
+
+    host: str
+    port: int
+    rank_offset: int
+    world_size: int
+    timeout_s: float
+    buckets: list[list[tuple[str, list[int]]]]
+    """Names and shapes of the tensors of every bucket, in the order they are sent."""
+
+
+class Generate(Message, frozen=True, tag="generate"):
+    """Trainer: sample one group with weights of `version`."""
+
+    version: int
+    group_id: int
+    prompt_ids: bytes
+    """int32 [P]."""
+    prompt: str
+    """The prompt as text, for rewards and logs."""
+    sample: dict[str, str | int | float | bool | None]
+    """Columns of the data row, for rewards."""
+    sampling: Sampling
+
+
+class Sync(Message, frozen=True, tag="sync"):
+    """Trainer: receive the weights of `version` from the transfer group, now."""
+
+    version: int
+    with_sum: bool
+    """Answer with the sum over the weights held afterwards."""
+
+
+class Probe(Message, frozen=True, tag="probe"):
+    """Trainer: give the log-probs of this fixed sequence."""
+
+    version: int
+    ids: bytes
+    """int32 [P]."""
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """Trainer: the run is over, exit with code 0."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Server: ready, and able to sample `credits` responses at once."""
+
+    server: int
+    pid: int
+    credits: int
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """Server: the workers are in the weight-transfer group."""
+
+
+class GroupDone(Message, frozen=True, tag="group_done"):
+    """Server: one finished group; the credit of its responses is free again."""
+
+    group: Group
+
+
+class Synced(Message, frozen=True, tag="synced"):
+    """Server: holds `version` now, prefix cache empty."""
+
+    version: int
+    seconds: float
+    weight_sum: float | None = None
+    """float64 sum over all weights held (absent if not asked for, or if the weights are sharded)."""
+    weight_abs_sum: float | None = None
+
+
+class Probed(Message, frozen=True, tag="probed"):
+    """Server: log-probs of the probe sequence."""
+
+    version: int
+    logprobs: bytes
+    """float32 [P - 1]: of tokens 1 .. P-1 at temperature 1."""
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Server: alive."""
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Server: cannot go on."""
+
+    error: str
+    message: str
+
+
+ToServer = Join | Generate | Sync | Probe | Stop
+ToTrainer = Hello | Joined | GroupDone | Synced | Probed | Heartbeat | Failed
+
+_encode = msgspec.msgpack.Encoder().encode
+_group_decoder = msgspec.msgpack.Decoder(list[Group])
+_decoders: dict[Any, Any] = {side: msgspec.msgpack.Decoder(side) for side in (ToServer, ToTrainer)}
+
+
+def pack(message: Message) -> bytes:
+    """Write a message as one frame."""
+    return WIRE_VERSION + _encode(message)
+
+
+def unpack_for_server(frame: bytes) -> ToServer:
+    """Read a frame that the trainer sent. Raises BadMessage."""
+    return _unpack(frame, ToServer)
+
+
+def unpack_for_trainer(frame: bytes) -> ToTrainer:
+    """Read a frame that a server sent. Raises BadMessage."""
+    return _unpack(frame, ToTrainer)
+
+
+def pack_groups(groups: list[Group]) -> bytes:
+    """Groups as one msgpack list, for ranks and for recordings."""
+    return _encode(groups)
+
+
+def unpack_groups(data: bytes) -> list[Group]:
+    """Read `pack_groups`. Raises BadMessage."""
+    try:
+        return _group_decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise BadMessage(str(error)) from error
+
+
+def int_bytes(ids: object) -> bytes:
+    """Token ids as int32 bytes."""
+    return np.asarray(ids, "<i4").tobytes()
+
+
+def float_bytes(values: object) -> bytes:
+    """Log-probs as float32 bytes."""
+    return np.asarray(values, "<f4").tobytes()
+
+
+def ints(data: bytes) -> np.ndarray:
+    """int32 array of `int_bytes`."""
+    return np.frombuffer(data, "<i4")
+
+
+def floats(data: bytes) -> np.ndarray:
+    """float32 array of `float_bytes`."""
+    return np.frombuffer(data, "<f4")
+
+
+def _unpack(frame: bytes, side: Any) -> Any:
+    if len(frame) > MAX_FRAME_BYTES:
+        raise BadMessage(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES} are allowed")
+    if not frame.startswith(WIRE_VERSION):
+        raise BadMessage(f"frame begins with {bytes(frame[:8])!r}, this version speaks {WIRE_VERSION!r}")
+    try:
+        return _decoders[side].decode(memoryview(frame)[len(WIRE_VERSION):])
+    except msgspec.MsgspecError as error:
+        raise BadMessage(str(error)) from error

@@ -1,0 +1,1 @@
+"""Hugging Face models: attention over packed groups, chunked log-probs, and small ones made here."""

@@ -1,0 +1,59 @@
+"""An unmodified Hugging Face causal LM that reads packed groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from pasync.config import ModelConfig
+from pasync.data.packing import MicroBatch
+from pasync.model import shared_prompt
+from pasync.model.logprob import token_logprobs
+
+
+def load_model(config: ModelConfig, folder: Path, device: torch.device) -> PreTrainedModel:
+    """Read a checkpoint in the training ranks' compute type, with attention over packed groups.
+
+    Args:
+        folder: of a Qwen2, Qwen3 or Llama-like model in Hugging Face format.
+
+    Raises:
+        ConfigError: the architecture is not one of these, or has sliding windows or dropout.
+    """
+    shared_prompt.check_supported(AutoConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), attn_implementation=shared_prompt.NAME)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.nn.Module.to(model, device)
+    return model.train()  # train mode only switches checkpointing on: these families have no dropout
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The checkpoint's tokenizer."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def response_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of all response tokens of a micro-batch, and entropies.
+
+    Only the rows that predict a response token reach the LM head.
+
+    Args:
+        batch: on the model's device.
+        temperature: the sampling temperature.
+
+    Returns:
+        ([N] float32 with gradient, [N] float32 without).
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    output = decoder(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        shared_prompt=batch.segments,
+    )
+    hidden = output.last_hidden_state[0].index_select(0, batch.rows)  # [N, E]
+    return token_logprobs(hidden, head.weight, batch.targets, temperature=temperature)

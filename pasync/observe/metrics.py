@@ -1,0 +1,184 @@
+"""metrics.jsonl: one line per iteration, keys `area/name_unit`. The table of all keys is METRICS.
+
+    groups, times, trainer's numbers --RunLog--> <run>/metrics.jsonl and one console line
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pasync.messages import Group
+from pasync.observe.console import progress, say
+
+METRICS = {
+    "iteration": "number of the iteration, from 0; the last line only evaluates the final weights",
+    "policy/version": "version of the weights that sampled this batch (equals iteration: on-policy)",
+    "policy/loss": "divided loss of the batch",
+    "policy/kl": "k3 estimate of KL to the starting model, mean over trained tokens (0 without reference, null if none)",
+    "policy/entropy": "entropy of the sampling distribution in nats, mean over trained tokens (null if none)",
+    "policy/engine_logprob_gap": "mean |trainer - server| log-prob over trained tokens (null if none)",
+    "policy/probe_gap": "the same on the probe sequence, after the sync",
+    "policy/trained_groups": "groups with a gradient (unequal rewards)",
+    "optimizer/lr": "learning rate of the step",
+    "optimizer/gradient_norm": "norm of the divided gradient before clipping",
+    "reward/mean": "mean reward of all responses of the batch",
+    "reward/std": "standard deviation of the same",
+    "reward/equal_frac": "share of groups whose rewards are all equal",
+    "reward/errors": "responses whose reward function failed (scored 0)",
+    "reward/timeouts": "of these, killed after rewards.timeout_s",
+    "response/mean_tokens": "mean length",
+    "response/truncated_frac": "share cut at max_tokens",
+    "tokens/prompt": "prompt tokens of the batch, counted once per response",
+    "tokens/response": "response tokens of the batch",
+    "eval/accuracy_frac": "mean reward on the held-out prompts, of the weights named by policy/version",
+    "eval/problems": "held-out prompts",
+    "time/step_s": "sync, generation, training and optimizer step of this iteration, without evaluation",
+    "time/generate_s": "T_g: from submission of the batch to its last group",
+    "time/train_s": "T_t: time in forward, backward and optimizer step (slowest rank)",
+    "time/sync_s": "s: sending the weights, acknowledgements and probe",
+    "time/first_group_wait_s": "from submission to the first group",
+    "time/tail_s": "training left when the last group had arrived, optimizer step included",
+    "time/ideal_s": "max(T_g, T_t) + s",
+    "time/of_ideal_frac": "ideal / step: 1 is perfect overlap",
+    "time/eval_s": "evaluation before this iteration",
+    "throughput/tpspd": "(prompt + response tokens) / (step seconds x devices)",
+    "throughput/response_tpspd": "response tokens / (step seconds x devices)",
+}
+
+
+def batch_metrics(groups: list[Group]) -> dict[str, float]:
+    """What the groups of one iteration say without the model."""
+    responses = [r for g in groups for r in g.responses]
+    rewards = [r.reward for r in responses]
+    lengths = [len(r.ids) // 4 for r in responses]
+    return {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/equal_frac": statistics.fmean(len(set(g.rewards)) == 1 for g in groups),
+        "reward/errors": sum(bool(r.reward_error) for r in responses),
+        "reward/timeouts": sum(r.reward_error == "timeout" for r in responses),
+        "response/mean_tokens": statistics.fmean(lengths),
+        "response/truncated_frac": statistics.fmean(not r.ended for r in responses),
+        "tokens/prompt": sum(len(g.prompt_ids) // 4 * len(g.responses) for g in groups),
+        "tokens/response": sum(lengths),
+    }
+
+
+def step_times(*, sync_s: float, train_s: float, submitted: float, arrivals: list[float], finished: float) -> dict[str, float]:
+    """Where the time of one iteration went.
+
+    ideal = max(T_g, T_t) + s;  step = s + (finished - submitted)
+
+    Args:
+        sync_s, train_s: seconds of weight sync and of training.
+        submitted, arrivals, finished: unix times of submission, of each group's arrival, and of the optimizer step's end.
+    """
+    generate_s = max(arrivals) - submitted
+    step_s = sync_s + finished - submitted
+    ideal_s = max(generate_s, train_s) + sync_s
+    return {
+        "time/step_s": step_s,
+        "time/generate_s": generate_s,
+        "time/train_s": train_s,
+        "time/sync_s": sync_s,
+        "time/first_group_wait_s": min(arrivals) - submitted,
+        "time/tail_s": finished - max(arrivals),
+        "time/ideal_s": ideal_s,
+        "time/of_ideal_frac": ideal_s / step_s,
+    }
+
+
+class RunLog:
+    """Collects one iteration's numbers and writes them as one line. Used on rank 0 only.
+
+    Args:
+        run: folder; metrics.jsonl is appended to. Lines of iterations from `first` on are removed: they are done again.
+        devices: how many devices the run uses, for throughput.
+    """
+
+    def __init__(self, run: Path, iterations: int, devices: int, first: int) -> None:
+        self.path, self.iterations, self.devices = run / "metrics.jsonl", iterations, devices
+        self._values: dict[str, float] = {}
+        _drop_lines(self.path, first)
+
+    def add(self, values: dict[str, float]) -> None:
+        """Add numbers to this iteration's line."""
+        unknown = values.keys() - METRICS.keys()
+        assert not unknown, f"metrics without a description: {unknown}"
+        self._values.update(values)
+
+    @contextmanager
+    def timed(self, key: str) -> Iterator[None]:
+        """Add the seconds spent in the block."""
+        began = time.perf_counter()
+        yield
+        self._values[key] = self._values.get(key, 0.0) + time.perf_counter() - began
+
+    def value(self, key: str) -> float:
+        """A number added before."""
+        return self._values[key]
+
+    def write(self, iteration: int) -> None:
+        """Append the line of this iteration and show it."""
+        values = self._values
+        if "time/step_s" in values:
+            device_s = values["time/step_s"] * self.devices
+            values["throughput/tpspd"] = (values["tokens/prompt"] + values["tokens/response"]) / device_s
+            values["throughput/response_tpspd"] = values["tokens/response"] / device_s
+        line = {"iteration": iteration, "policy/version": iteration, **{k: _finite(values[k]) for k in METRICS if k in values}}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        say(_console_line(line, self.iterations))
+        progress("training", min(iteration + 1, self.iterations), self.iterations)
+        self._values = {}
+
+
+def read_metrics(run: Path) -> list[dict[str, float | None]]:
+    """All lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _console_line(line: dict[str, float | None], iterations: int) -> str:
+    parts = [f"iteration {line['iteration']:>4}/{iterations}"]
+    shown = {
+        "eval/accuracy_frac": "held-out {:.3f}",
+        "reward/mean": "reward {:.3f}",
+        "response/mean_tokens": "length {:.1f}",
+        "time/step_s": "step {:.2f} s",
+        "time/generate_s": "generate {:.2f}",
+        "time/train_s": "train {:.2f}",
+        "time/sync_s": "sync {:.2f}",
+        "time/of_ideal_frac": "of ideal {:.2f}",
+        "policy/engine_logprob_gap": "gap {:.1e}",
+    }
+    for key, text in shown.items():
+        value = line.get(key)
+        if value is not None:
+            parts.append(text.format(value))
+    return "  ".join(parts)
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _drop_lines(path: Path, first: int) -> None:
+    if path.exists():
+        kept = [text for text in path.read_text(encoding="utf-8").splitlines() if json.loads(text)["iteration"] < first]
+        path.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
+
+
+def table() -> str:
+    """METRICS as a Markdown table."""
+    return "| key in metrics.jsonl | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in METRICS.items())
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,107 @@
+"""The training processes of one torchrun and the few collectives the loop needs.
+
+Rank 0 talks to the servers; the others learn from it what to do. Whatever fails on rank 0 inside `from_first` is raised under the
+same name on every rank, so no rank is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from pasync import device as devices
+from pasync.errors import error_named
+
+_OK, _FAILED = 0, 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the training ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def from_first(self, produce: Callable[[], bytes]) -> bytes:
+        """Run `produce` on rank 0 and give its result to every rank.
+
+        Waits for rank 0 (at most the group's timeout). Any exception of rank 0 is raised on all ranks: the original there, a
+        `PasyncError` of the same name and text elsewhere.
+        """
+        if not self.is_first:
+            status, payload = self._receive()
+            if status == _FAILED:
+                raise error_named(*msgspec.msgpack.decode(payload, type=tuple[str, str]))
+            return payload
+        try:
+            payload = produce()
+        except Exception as error:
+            self._send(_FAILED, msgspec.msgpack.encode((type(error).__name__, str(error))))
+            raise
+        self._send(_OK, payload)
+        return payload
+
+    def on_first(self, act: Callable[[], object]) -> None:
+        """Run `act` on rank 0 while the others wait; its exception is raised on all."""
+
+        def produce() -> bytes:
+            act()
+            return b""
+
+        self.from_first(produce)
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Add up numbers over all ranks, in float64. All ranks must pass the same keys."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: dict[str, float]) -> dict[str, float]:
+        """The largest of each number over all ranks. All ranks must pass the same keys."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: dict[str, float], op: dist.ReduceOp.RedOpType) -> dict[str, float]:
+        keys = sorted(values)  # dict order could differ between ranks and would then pair different numbers
+        flat = torch.tensor([values[k] for k in keys], dtype=torch.float64)
+        dist.all_reduce(flat, op)
+        return dict(zip(keys, flat.tolist(), strict=True))
+
+    def _send(self, status: int, payload: bytes) -> None:
+        dist.broadcast(torch.tensor([status, len(payload)]), src=0)
+        if payload:
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0)
+
+    def _receive(self) -> tuple[int, bytes]:
+        head = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(head, src=0)
+        status, size = head.tolist()
+        body = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.broadcast(body, src=0)
+        return status, body.numpy().tobytes()
+
+
+@contextmanager
+def join_ranks(kind: str, *, deadline_s: float) -> Iterator[Ranks]:
+    """Enter the process group of this torchrun (reads its environment variables) and leave it at the end of the block.
+
+    Args:
+        kind: "cpu", "cuda" or "npu"; collectives on host tensors always go over gloo.
+        deadline_s: longest wait of one rank for another.
+    """
+    device = devices.torch_device(kind, int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()

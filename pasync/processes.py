@@ -1,0 +1,96 @@
+"""How the processes of a run die: with their parent, with a written reason, and never later than the run.
+
+Everything the launcher starts carries `PASYNC_RUN_ID` in its environment and hands it on, so that whatever is left of
+a run can be found and ended without knowing who started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from pasync.errors import ConfigError, PasyncError
+
+RUN_ID = "PASYNC_RUN_ID"
+LAUNCHER_PID = "PASYNC_LAUNCHER_PID"
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, and end now if the parent is gone already.
+
+    Linux only. The parent is the THREAD that started this process. Holds for this process, not for its children.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    parent = multiprocessing.parent_process()
+    orphan = os.getppid() != parent.pid if parent else os.getppid() == 1 and os.environ.get(LAUNCHER_PID, "1") != "1"
+    if orphan:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def report_fatal(run_dir: Path, name: str) -> Iterator[None]:
+    """Around a process's whole work: an exception is written down for the launcher, printed, and ends it with code 1.
+
+    The report is `<run_dir>/logs/<name>.error.json`, there either whole or not at all. A clean exit passes through.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        traceback.print_exc()
+        root = _named_error(error)
+        report = {"process": name, "error": type(root).__name__, "message": str(root), "time": time.time()}
+        target = run_dir / "logs" / f"{name}.error.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_suffix(".draft")
+        draft.write_text(json.dumps(report | {"traceback": traceback.format_exc()}))
+        draft.replace(target)
+        sys.exit(1)
+
+
+def all_in_run(run_id: str) -> list[psutil.Process]:
+    """Every live process that carries the run's marker, except the calling one."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # gone meanwhile, a zombie, or another user's
+            if process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id:
+                found.append(process)
+    return found
+
+
+def kill_run(run_id: str, timeout_s: float = 10.0) -> int:
+    """Kill every process of the run until none is left; returns how many there were.
+
+    Scans again after each round, because a process may have started another one while it was being killed.
+    A process that the kernel cannot end within `timeout_s` is left to it.
+    """
+    deadline, killed = time.monotonic() + timeout_s, set()
+    while (processes := all_in_run(run_id)) and time.monotonic() < deadline:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        killed |= {process.pid for process in processes}
+        psutil.wait_procs(processes, timeout=0.5)
+    return len(killed)
+
+
+def _named_error(error: BaseException) -> BaseException:
+    """The error of ours that led to `error`, if there is one: closing things after a failure may fail itself."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, (PasyncError, ConfigError)):
+        link = link.__cause__ or link.__context__
+    return link or error

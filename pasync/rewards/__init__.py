@@ -1,0 +1,1 @@
+"""Reward functions and the killable processes they run in."""

@@ -1,0 +1,130 @@
+"""One generation server: takes groups from the trainer, answers each when its last reward is known.
+
+    trainer --Generate--> K requests to the engine --each response--> reward process --all K--> GroupDone --> trainer
+
+Everything runs on one asyncio loop. The server has credit for max_num_seqs responses, that is floor(max_num_seqs / K) groups at once, so
+that groups finish early rather than all together (group-first); the trainer sends more only when a group is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+
+from pasync.config import Config
+from pasync.errors import RolloutError
+from pasync.messages import (
+    Failed,
+    Generate,
+    Group,
+    GroupDone,
+    Heartbeat,
+    Hello,
+    Join,
+    Joined,
+    Probe,
+    Probed,
+    Response,
+    Stop,
+    Sync,
+    Synced,
+    float_bytes,
+    int_bytes,
+    ints,
+)
+from pasync.rewards.pool import RewardPool
+from pasync.rollout.engine import Engine
+from pasync.transport.channel import TrainerChannel
+
+log = logging.getLogger(__name__)
+
+
+class RolloutServer:
+    """Answers the trainer's messages until it says Stop.
+
+    Args:
+        index: of this server.
+        tokenizer: decodes responses for the rewards.
+    """
+
+    def __init__(self, config: Config, index: int, engine: Engine, rewards: RewardPool, tokenizer: Any, channel: TrainerChannel) -> None:
+        self.config, self.index, self.engine, self.channel = config, index, engine, channel
+        self.rewards, self.tokenizer = rewards, tokenizer
+        self.version = -1
+
+    async def run(self) -> None:
+        """Serve until Stop. Any failure is told to the trainer and raised."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                beat = tasks.create_task(self._heartbeat())
+                await self._serve(tasks)
+                beat.cancel()
+        except BaseExceptionGroup as group:
+            error = group.exceptions[0]
+            await self.channel.send(Failed(error=type(error).__name__, message=str(error)))
+            raise error from group
+
+    async def _serve(self, tasks: asyncio.TaskGroup) -> None:
+        await self.channel.send(Hello(server=self.index, pid=os.getpid(), credits=self.config.rollout.max_num_seqs))
+        while not isinstance(message := await self.channel.receive(), Stop):
+            tasks.create_task(self._answer(message))
+
+    def _answer(self, message: Generate | Join | Sync | Probe) -> Coroutine[Any, Any, None]:
+        match message:
+            case Generate():
+                return self._generate(message)
+            case Join():
+                return self._join(message)
+            case Sync():
+                return self._sync(message)
+            case Probe():
+                return self._probe(message)
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await self.channel.send(Heartbeat())
+            await asyncio.sleep(self.config.rollout.heartbeat_s)
+
+    async def _generate(self, task: Generate) -> None:
+        if task.version != self.version:
+            raise RolloutError(f"asked to sample with version {task.version}, this server holds {self.version}")
+        started = time.time()
+        responses = await asyncio.gather(*(self._respond(task, k) for k in range(task.sampling.num_responses)))
+        if task.version != self.version:
+            raise RolloutError(f"weights changed from version {task.version} to {self.version} while group {task.group_id} was sampled")
+        group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time())
+        await self.channel.send(GroupDone(group=group))
+
+    async def _respond(self, task: Generate, k: int) -> Response:
+        ids, logprobs, ended = await self.engine.sample(
+            ints(task.prompt_ids).tolist(),
+            temperature=task.sampling.temperature,
+            max_tokens=task.sampling.max_tokens,
+            request=f"{task.version}-{task.group_id}-{k}-{time.monotonic_ns()}",
+        )
+        text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
+        reward, error = 0.0, ""
+        if ended or not self.config.rewards.truncated_is_wrong:
+            reward, error = await self.rewards.score(task.prompt, text, ids, task.sample)
+        return Response(int_bytes(ids), float_bytes(logprobs), text, ended, reward, error)
+
+    async def _join(self, message: Join) -> None:
+        await self.engine.join(msgspec.to_builtins(message))
+        await self.channel.send(Joined())
+
+    async def _sync(self, message: Sync) -> None:
+        began = time.monotonic()
+        held = await self.engine.receive_weights(with_sum=message.with_sum)
+        self.version = message.version
+        total, abs_total = held or (None, None)
+        await self.channel.send(Synced(self.version, time.monotonic() - began, total, abs_total))
+
+    async def _probe(self, message: Probe) -> None:
+        logprobs = await self.engine.score(ints(message.ids).tolist(), f"probe-{message.version}")
+        await self.channel.send(Probed(message.version, float_bytes(logprobs)))

@@ -1,0 +1,198 @@
+"""Keep the processes of one run: all work, or all end.
+
+    launcher (this, one thread) --Popen--> guard, servers, torchrun -> ranks      each in a session of its own
+        ^-- signals (queue)     <--Tail--- logs/<name>.log                        stdout and stderr
+
+The launcher wakes for a signal, and ten times a second for new log lines and ended processes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import pasync
+from pasync import guard
+from pasync.cause import Exit, Failure, find_cause
+from pasync.errors import ConfigError
+from pasync.observe.console import Screen, Tail, parse
+from pasync.processes import LAUNCHER_PID, RUN_ID, all_in_run, kill_run
+
+TICK_S = 0.1
+SETTLE_S = 2.0
+"""Wait for the others' evidence after the first sign of a failure."""
+STOP_S = 2.0
+"""Time between SIGTERM and SIGKILL."""
+CLEAN_EXIT_S = 10.0
+"""Servers and ranks that end well may do so that much apart."""
+TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start."""
+
+    name: str
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    """On top of the launcher's own environment."""
+    cores: list[int] = field(default_factory=list)
+    """Cores it is bound to; empty: any."""
+
+
+class RunFailed(Exception):
+    """Something ended the run; `failure` says what."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Stopped(Exception):
+    """A signal asks to end the run."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Child:
+    """A started process, its log, and when its end was seen."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], tail: Tail | None) -> None:
+        self.name, self.process, self.tail = name, process, tail
+        self.exit: Exit | None = None
+
+    def poll(self) -> Exit | None:
+        """How it ended, None while it runs."""
+        code = self.process.poll()
+        if self.exit is None and code is not None:
+            self.exit = Exit(self.name, self.process.pid, code, time.time())
+        return self.exit
+
+
+class Supervisor:
+    """The processes of the run in `run_dir`; leaving the `with` block ends every one of them, whatever happened.
+
+    The run's marker is its folder, so a folder holds one live run.
+    """
+
+    def __init__(self, run_dir: Path, screen: Screen) -> None:
+        self.run_dir, self.logs, self.screen = run_dir, run_dir / "logs", screen
+        self.run_id = str(run_dir)
+        self.children: list[Child] = []
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Supervisor:
+        if left := all_in_run(self.run_id):
+            raise ConfigError(f"run.dir={self.run_dir}: another run is still working there, pids {[p.pid for p in left]}")
+        self.logs.mkdir(parents=True, exist_ok=True)
+        for old in self.logs.glob("*.error.json"):
+            old.unlink()  # of the run that this one continues
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        self._guard = Child("guard", guard.start(self.run_id, _base_environment()), None)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._end_all()
+            self._forward_logs()
+        finally:
+            self.screen.close()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+
+    def start(self, command: Command) -> Child:
+        """Start a process in its own session, with the run's marker, its output appended to logs/<name>.log."""
+        log = self.logs / f"{command.name}.log"
+        tail = Tail(log)
+        env = _base_environment() | command.env | {RUN_ID: self.run_id, LAUNCHER_PID: str(os.getpid())}
+        pin = partial(os.sched_setaffinity, 0, command.cores) if command.cores else None
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
+                start_new_session=True, preexec_fn=pin,  # no threads here, so preexec_fn is safe
+            )  # fmt: skip
+        self.children.append(Child(command.name, process, tail))
+        return self.children[-1]
+
+    def wait_for(self, main: Child) -> None:
+        """Return when `main` has ended with code 0, the others still at work.
+
+        Waits without a deadline, because the processes have their own. Woken by a signal, else every TICK_S.
+
+        Raises:
+            RunFailed: another process ended before, `main` ended with another code, or somebody reported an error.
+            Stopped: by a signal.
+        """
+        while not (exit := main.poll()) or exit.code != 0:
+            self._tick()
+            if self._failed():
+                self.let_finish(SETTLE_S)
+                ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
+                raise RunFailed(find_cause(self.logs, self._exits(), ranks))
+        self._forward_logs()
+        self.children.remove(main)
+
+    def let_finish(self, timeout_s: float = CLEAN_EXIT_S) -> None:
+        """Give the processes that are left some time to end by themselves. Raises Stopped."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(child.poll() is None for child in self.children):
+            self._tick()
+
+    def _failed(self) -> bool:
+        """Whether a process ended badly or too early. A server may end well a little before the ranks do."""
+        ended_badly = any(e.code != 0 or time.time() - e.time > CLEAN_EXIT_S for e in self._exits())
+        return ended_badly or any(self.logs.glob("*.error.json"))
+
+    def _exits(self) -> list[Exit]:
+        return [e for child in (*self.children, self._guard) if (e := child.poll())]
+
+    def _tick(self) -> None:
+        """Wait TICK_S, or raise Stopped at once; then show what is new."""
+        with suppress(queue.Empty):
+            raise Stopped(self._signals.get(timeout=TICK_S))
+        self._forward_logs()
+        self.screen.tick()
+
+    def _forward_logs(self) -> None:
+        for child in self.children:
+            for line in child.tail.lines() if child.tail else []:
+                if event := parse(line):
+                    self.screen.show(event, child.name if child.name.startswith("server-") else "")
+
+    def _end_all(self) -> None:
+        """SIGTERM, up to STOP_S for clean ends (another signal cuts it short), then SIGKILL for all that carry the marker."""
+        for child in self.children:
+            if child.poll() is None:
+                child.process.terminate()
+        with suppress(Stopped):
+            self.let_finish(STOP_S)
+        kill_run(self.run_id)
+        with suppress(subprocess.TimeoutExpired):  # what SIGKILL cannot end is stuck in the kernel
+            for child in self.children:
+                child.process.wait(STOP_S)
+            self._guard.process.communicate(guard.QUIET, STOP_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.put(number)
+
+
+def _base_environment() -> dict[str, str]:
+    """The launcher's environment without what an outer torchrun left, and with this checkout on the path."""
+    env = {key: value for key, value in os.environ.items() if not TORCHRUN_VARIABLES.match(key)}
+    paths = [str(Path(pasync.__file__).parents[1]), *filter(None, [env.get("PYTHONPATH")])]
+    unbuffered = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return env | unbuffered | {"SPT_NOENV": "1"}  # or setproctitle, which vLLM uses, wipes the marker out of /proc

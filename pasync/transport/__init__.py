@@ -1,0 +1,1 @@
+"""Messages between trainer and servers (channel) and weights from trainer to servers."""

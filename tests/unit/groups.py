@@ -1,0 +1,16 @@
+"""Groups made by hand, for tests."""
+
+import numpy as np
+
+from pasync.messages import Group, Response, float_bytes, int_bytes
+
+
+def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, rewards: list[float] | None = None, group_id: int = 0,
+               version: int = 0, vocabulary: int = 264) -> Group:  # fmt: skip
+    """A group of random tokens with the given lengths."""
+    rewards = rewards if rewards is not None else rng.integers(0, 2, len(responses)).astype(float).tolist()
+    made = [
+        Response(int_bytes(rng.integers(0, vocabulary, n)), float_bytes(-rng.random(n)), "text", True, r)
+        for n, r in zip(responses, rewards, strict=True)
+    ]
+    return Group(version, group_id, int_bytes(rng.integers(0, vocabulary, prompt)), made, 0.0, 1.0)

@@ -1,0 +1,93 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pasync.config import load, save
+from pasync.errors import ConfigError
+
+MINIMAL = """
+name: test
+iterations: 4
+model: {path: some-model}
+data: {train: {source: rows.jsonl}}
+rollout: {max_tokens: 16}
+algorithm: {batch_groups: 8, group_responses: 4}
+optimizer: {lr: 1e-6}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_overrides_replace_values_and_the_saved_tree_loads_to_the_same(file, tmp_path):
+    config = load(file, ["optimizer.lr=2e-5", "algorithm.normalizer=sequence", "rollout.stop_token_prefixes=['\\n']"])
+    assert config.optimizer.lr == 2e-5 and config.algorithm.normalizer == "sequence"
+    save(config, tmp_path / "again.yaml")
+    assert load(tmp_path / "again.yaml") == config
+
+
+def test_scientific_notation_without_a_dot_is_a_number(file):
+    assert load(file).optimizer.lr == 1e-6
+
+
+def test_all_problems_are_reported_together_with_key_value_and_nearest_name(file):
+    overrides = ["optimizer.learning_rate=3", "algorithm.normalizer=tokens", "rollout.servers=0", "algorithm.group_responses=one"]
+    with pytest.raises(ConfigError) as caught:
+        load(file, overrides)
+    text = str(caught.value)
+    assert "4 problems" in text
+    assert "optimizer.learning_rate=3: unknown key" in text
+    assert "algorithm.normalizer=tokens" in text and "Did you mean token?" in text
+    assert "rollout.servers=0" in text and "algorithm.group_responses=one" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("itterations=3", "Did you mean iterations?"),
+        ("algorithm.group_responses=1", "at least 2"),
+        ("algorithm.group_responses=65", "rollout.max_num_seqs=64"),
+        ("parallel.ranks=3", "multiple of parallel.ranks=3"),
+        ("optimizer.warmup_iterations=5", "iterations=4"),
+        ("eval.every=2", "needs data.eval"),
+        ("rewards.function=mth", "Did you mean math?"),
+        ("rollout.source=replay", "replay:<run folder>"),
+        ("data.train.source=reasoning-gym:chain_sum", "data.train.size"),
+        ("parallel.deadline_s=10", "exceed every other deadline"),
+        ("rollout.silence_s=1", "twice rollout.heartbeat_s"),
+        ("optimizer.lr", "key.sub=value"),
+    ],
+)
+def test_impossible_values_are_named(file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load(file, [override])
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_no_mapping_is_named(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load(tmp_path / "list.yaml")
+
+
+def test_the_tree_is_frozen(file):
+    with pytest.raises(ValueError):
+        load(file).optimizer.lr = 1  # type: ignore[misc]
+
+
+def test_relative_paths_become_absolute_if_they_exist_beside_the_file(file, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("{}")
+    assert load(file).data.train.source == str(tmp_path / "rows.jsonl")
+
+
+def test_config_and_messages_import_without_torch_or_vllm():
+    heavy = "{'torch', 'vllm', 'transformers'}"
+    code = f"import sys, pasync.config, pasync.messages, pasync.placement, pasync.launch; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

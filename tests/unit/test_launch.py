@@ -1,0 +1,181 @@
+"""The launcher with real processes: small scripts in place of servers and ranks, and a real torchrun where its words matter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pasync.cause import Exit, find_cause, rank_exits
+from pasync.config import load
+from pasync.processes import all_in_run, kill_run
+
+ROOT = Path(__file__).parents[2]
+UP = "from pasync.observe.console import say; say('up'); "
+FOREVER = UP + "import signal; signal.pause()"
+RAISE = "from pathlib import Path\nfrom pasync.errors import WeightSyncError\nfrom pasync.processes import report_fatal\nwith report_fatal"
+STARTER = """
+import sys
+from pasync import launch
+from pasync.supervisor import Command
+def commands(placement, run):
+    server = Command("server-0", [sys.executable, "-c", sys.argv[2]])
+    return [server, Command("ranks", [sys.executable, *sys.argv[3:]])]
+config = launch.load(sys.argv[1])
+sys.exit(launch.launch(config, launch.placed(config, False), commands))
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    path = tmp_path / "tiny.yaml"
+    path.write_text(
+        f"""
+name: tiny
+iterations: 1
+model: {{path: model}}
+data: {{train: {{source: t.jsonl}}}}
+rollout: {{max_tokens: 8, kv_cache_bytes: 16777216}}
+algorithm: {{batch_groups: 4, group_responses: 2}}
+optimizer: {{lr: 1e-6}}
+device: {{kind: cpu}}
+run: {{dir: {tmp_path}/run}}
+"""
+    )
+    yield path
+    kill_run(str(tmp_path / "run"))
+
+
+def python(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
+    env, pipe = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7"}, subprocess.PIPE
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=config_file.parent)
+
+
+def start(config_file: Path, server: str, *ranks: str) -> subprocess.Popen[str]:
+    return python(config_file, "-c", STARTER, str(config_file), server, *ranks)
+
+
+def launch(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
+    return python(config_file, "-m", "pasync.launch", str(config_file), *arguments)
+
+
+def ended(launcher: subprocess.Popen[str], config_file: Path) -> tuple[int, list[str]]:
+    """(exit code, console lines) of a launcher that left no process."""
+    lines = launcher.communicate(timeout=30)[0].splitlines()
+    assert all_in_run(str(config_file.parent / "run")) == []
+    return launcher.returncode, lines
+
+
+def until(launcher: subprocess.Popen[str], text: str) -> None:
+    assert launcher.stdout
+    while text not in (line := launcher.stdout.readline()):
+        assert line, f"ended without {text!r}"
+
+
+def test_a_dry_run_shows_configuration_and_devices_and_creates_nothing(config_file: Path) -> None:
+    before = sorted(config_file.parent.rglob("*"))
+    code, lines = ended(launch(config_file, "--dry-run", "device.kind=npu", "device.count=8"), config_file)
+    assert code == 0 and "name: tiny" in lines
+    assert "  rank-0     npu 0" in lines and "  server-0   npu 1" in lines and "    ASCEND_RT_VISIBLE_DEVICES=1" in lines
+    assert sorted(config_file.parent.rglob("*")) == before
+
+
+def test_a_configuration_that_cannot_work_ends_with_2_and_all_problems(config_file: Path) -> None:
+    code, lines = ended(launch(config_file, "rollout.sevrers=2", "optimizer.lr=-1"), config_file)
+    assert code == 2 and "Traceback" not in "".join(lines)
+    assert any("rollout.sevrers" in line for line in lines) and any("optimizer.lr" in line for line in lines)
+
+
+def test_devices_that_are_not_there_end_a_real_run_with_2(config_file: Path) -> None:
+    code, lines = ended(launch(config_file, "device.kind=npu", "device.count=8"), config_file)
+    assert code == 2 and any("device.count=8: this machine has 0 npu devices" in line for line in lines)
+
+
+def test_a_model_that_is_nowhere_ends_with_2(config_file: Path) -> None:
+    code, lines = ended(launch(config_file, "model.path=nowhere"), config_file)
+    assert code == 2 and any("model.path=nowhere" in line for line in lines)
+
+
+def test_a_run_that_ends_well_shows_said_lines_and_leaves_a_loadable_configuration(config_file: Path) -> None:
+    ranks = UP + "import os; say(f'rank {os.environ.get(\"RANK\")}')"
+    code, lines = ended(start(config_file, UP, "-c", ranks), config_file)
+    run = config_file.parent / "run"
+    assert code == 0 and lines[-1] == f"done: {run}"
+    assert "server-0 | up" in lines and "rank None" in lines, "an outer torchrun's variables must not leak in"
+    assert load(run / "config.yaml").run.dir == str(run)
+    assert (config_file.parent / "runs" / "latest").resolve() == run
+
+
+def test_a_server_that_dies_ends_the_run_and_is_named(config_file: Path) -> None:
+    launcher = start(config_file, "import os; os.kill(os.getpid(), 9)", "-c", FOREVER)
+    code, lines = ended(launcher, config_file)
+    assert code == 1 and lines[-2].startswith("ProcessDied: server-0 (pid ") and lines[-2].endswith("was killed by SIGKILL")
+    assert lines[-1].endswith("logs/server-0.log (server-0)")
+
+
+def test_a_server_that_exits_with_an_error_shows_the_end_of_its_log(config_file: Path) -> None:
+    code, lines = ended(start(config_file, "import nothing_like_this", "-c", FOREVER), config_file)
+    assert code == 1 and any("ended with exit code 1" in line for line in lines)
+    assert "  ModuleNotFoundError: No module named 'nothing_like_this'" in lines
+
+
+def test_a_reported_error_is_shown_last_even_if_the_process_lingers(config_file: Path) -> None:
+    body = RAISE + f"(Path({str(config_file.parent / 'run')!r}), 'rank-0'):\n  raise WeightSyncError('version 3 is missing')"
+    lingering = f"import threading, time; threading.Thread(target=time.sleep, args=(60,)).start()\n{body}"
+    code, lines = ended(start(config_file, FOREVER, "-c", lingering), config_file)
+    assert code == 1 and lines[-2:] == ["WeightSyncError: version 3 is missing", f"log: {config_file.parent}/run/logs/ranks.log (rank-0)"]
+
+
+def test_a_killed_rank_is_named_from_the_report_of_torchrun(config_file: Path) -> None:
+    script = config_file.with_suffix(".py")
+    script.write_text("import os, signal\nos.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\nsignal.pause()\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    code, lines = ended(start(config_file, FOREVER, *torchrun), config_file)
+    assert code == 1 and lines[-2].startswith("ProcessDied: rank-1 (pid ") and lines[-2].endswith("was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(("number", "code", "word"), [(signal.SIGINT, 130, "Interrupted"), (signal.SIGTERM, 143, "Terminated")])
+def test_a_signal_ends_everything_in_seconds(config_file: Path, number: int, code: int, word: str) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + FOREVER
+    launcher = start(config_file, stubborn, "-c", FOREVER)
+    until(launcher, "server-0 | up")
+    asked = time.monotonic()
+    launcher.send_signal(number)
+    result, lines = ended(launcher, config_file)
+    assert result == code and lines[-1].startswith(f"{word}: ") and time.monotonic() - asked < 5
+
+
+def test_a_second_run_in_a_folder_in_use_is_refused(config_file: Path) -> None:
+    launcher = start(config_file, FOREVER, "-c", FOREVER)
+    until(launcher, "server-0 | up")
+    second = launch(config_file)
+    assert "another run is still working there" in second.communicate(timeout=20)[0] and second.returncode == 2
+    launcher.send_signal(signal.SIGINT)
+    assert ended(launcher, config_file)[0] == 130
+
+
+def test_a_kill_outranks_errors_of_the_same_moment_but_not_an_older_one(tmp_path: Path) -> None:
+    report = '{"process": "rank-0", "error": "RolloutError", "message": "server-0 is silent", "time": 100.0}'
+    (tmp_path / "rank-0.error.json").write_text(report)
+    assert find_cause(tmp_path, [Exit("server-0", 5, -9, 100.5)], "").error == "ProcessDied"
+    assert find_cause(tmp_path, [Exit("server-0", 5, -9, 190.0)], "").error == "RolloutError"
+
+
+def test_of_several_errors_the_earliest_counts(tmp_path: Path) -> None:
+    for name, moment in (("rank-0", 3), ("server-0", 2), ("rank-1", 4)):
+        report = {"process": name, "error": "RolloutError", "message": "lost", "time": moment}
+        (tmp_path / f"{name}.error.json").write_text(json.dumps(report))
+    assert find_cause(tmp_path, [], "").process == "server-0"
+
+
+def test_ranks_that_torchrun_ended_itself_are_no_cause() -> None:
+    report = "  time      : 2026-11-29_15:48:44\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 6)  (X)\n"
+    assert [e.code for e in rank_exits(report.format(-15) + report.format(-9))] == [-9]

@@ -1,0 +1,42 @@
+import json
+
+import numpy as np
+import pytest
+from groups import make_group
+
+from pasync.messages import Group, Response
+from pasync.observe.metrics import METRICS, RunLog, batch_metrics, read_metrics, step_times
+
+
+def test_batch_metrics_count_prompts_once_per_response_and_failed_rewards_as_zero():
+    rng = np.random.default_rng(0)
+    group = make_group(rng, 3, [2, 4], rewards=[1.0, 0.0])
+    failed = Response(group.responses[0].ids, group.responses[0].logprobs, "", False, 0.0, "timeout")
+    values = batch_metrics([group, Group(0, 1, group.prompt_ids, [failed, failed], 0.0, 0.0)])
+    assert values["tokens/prompt"] == 3 * 4 and values["tokens/response"] == 2 + 4 + 2 + 2
+    assert values["reward/mean"] == 0.25 and values["reward/equal_frac"] == 0.5
+    assert values["reward/errors"] == values["reward/timeouts"] == 2
+    assert values["response/truncated_frac"] == 0.5 and values["response/mean_tokens"] == 2.5
+
+
+def test_step_times_follow_their_definitions():
+    times = step_times(sync_s=1.0, train_s=6.0, submitted=100.0, arrivals=[102.0, 108.0, 105.0], finished=111.0)
+    assert times["time/generate_s"] == 8.0 and times["time/step_s"] == 12.0 and times["time/ideal_s"] == 9.0
+    assert times["time/first_group_wait_s"] == 2.0 and times["time/tail_s"] == 3.0 and times["time/of_ideal_frac"] == 0.75
+
+
+def test_lines_hold_described_keys_and_nan_becomes_null(tmp_path):
+    log = RunLog(tmp_path, iterations=2, devices=2, first=0)
+    log.add({"policy/engine_logprob_gap": float("nan"), "time/step_s": 2.0, "tokens/prompt": 10, "tokens/response": 30})
+    log.write(0)
+    (line,) = read_metrics(tmp_path)
+    assert line["policy/engine_logprob_gap"] is None and line["throughput/tpspd"] == 10.0 and line["throughput/response_tpspd"] == 7.5
+    assert line.keys() <= METRICS.keys()
+    with pytest.raises(AssertionError, match="without a description"):
+        log.add({"reward/unheard_of": 1})
+
+
+def test_a_continued_run_drops_the_lines_it_does_again(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(4)))
+    RunLog(tmp_path, iterations=9, devices=1, first=2)
+    assert [line["iteration"] for line in read_metrics(tmp_path)] == [0, 1]

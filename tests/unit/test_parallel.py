@@ -1,0 +1,126 @@
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from workers import run_ranks
+
+from pasync.config import OptimizerConfig
+from pasync.errors import PasyncError, RolloutError, TrainingError
+from pasync.parallel.ranks import Ranks
+from pasync.parallel.zero import ShardedAdamW, learning_rate
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
+
+
+def model(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+
+
+def inputs(step: int) -> torch.Tensor:
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+
+def sharded_steps(ranks: Ranks, dtype: torch.dtype) -> list[list[float]]:
+    """Two steps; rank r takes rows r, r + size, .. one by one, so ranks do unequal numbers of backward passes."""
+    net = model(dtype)
+    optimizer = ShardedAdamW(net.parameters(), CONFIG, ranks)
+    norms = []
+    for step in range(2):
+        for row in inputs(step)[ranks.rank :: ranks.size]:
+            net(row.to(dtype)).float().square().sum().backward()
+        norms.append(optimizer.step(lr=1e-2, divisor=6.0))
+    return [norms, *(p.flatten().tolist() for p in net.parameters())]
+
+
+def plain_steps() -> list[list[float]]:
+    """Oracle: one process, float64, torch's own AdamW and clipping on the mean of the whole batch."""
+    net = model(torch.float32).double()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=CONFIG.betas, eps=CONFIG.eps, weight_decay=0.1)
+    norms = []
+    for step in range(2):
+        optimizer.zero_grad()
+        (net(inputs(step).double()).square().sum() / 6).backward()
+        norms.append(nn.utils.clip_grad_norm_(net.parameters(), 0.5).item())
+        optimizer.step()
+    return [norms, *(p.flatten().tolist() for p in net.parameters())]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_steps_equal_one_process_in_float64_for_any_number_of_ranks(size):
+    for result in run_ranks(sharded_steps, size, torch.float32):
+        for ours, oracle in zip(result, plain_steps(), strict=True):
+            assert ours == pytest.approx(oracle, rel=2e-6, abs=2e-6)
+
+
+def test_bfloat16_weights_are_the_rounded_float32_master_weights():
+    ranks = sharded_steps
+    exact, rounded = plain_steps(), run_ranks(ranks, 2, torch.bfloat16)[0]
+    for a, b in zip(exact[1:], rounded[1:], strict=True):
+        assert b == pytest.approx(a, rel=0.02, abs=0.01)
+
+
+def reshard(ranks: Ranks, states: list[dict[str, torch.Tensor]] | None) -> list:
+    net = model(torch.float32)
+    optimizer = ShardedAdamW(net.parameters(), CONFIG, ranks)
+    if states is not None:
+        optimizer.load_state(states)
+    for row in inputs(5)[ranks.rank :: ranks.size]:
+        net(row).square().sum().backward()
+    optimizer.step(lr=1e-2, divisor=6.0)
+    return [{k: v.clone() for k, v in optimizer.state().items()}, [p.flatten().tolist() for p in net.parameters()]]
+
+
+def test_a_state_saved_on_two_ranks_continues_on_three():
+    states = [state for state, _ in run_ranks(reshard, 2, None)]
+    on_two, on_three = (run_ranks(reshard, n, states)[0][1] for n in (2, 3))
+    for a, b in zip(on_two, on_three, strict=True):
+        assert a == pytest.approx(b, rel=1e-6, abs=1e-7)
+
+
+def broken_gradient(ranks: Ranks) -> tuple[str, bool]:
+    net = model(torch.float32)
+    before = copy.deepcopy(net.state_dict())
+    optimizer = ShardedAdamW(net.parameters(), CONFIG, ranks)
+    if ranks.rank == 1:
+        (net(inputs(0)).sum() * math.nan).backward()
+    try:
+        optimizer.step(lr=1e-2, divisor=1.0)
+    except TrainingError as error:
+        return str(error), all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    return "no error", False
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_ranks_with_unchanged_weights():
+    assert all("norm is nan" in text and unchanged for text, unchanged in run_ranks(broken_gradient, 2))
+
+
+def leader_fails(ranks: Ranks) -> list[str]:
+    seen = [ranks.from_first(lambda: b"hello").decode()]
+    for error in (RolloutError("server-0 is gone"), KeyError("k")):
+
+        def fail(error: Exception = error) -> bytes:
+            raise error
+
+        try:
+            ranks.from_first(fail)
+        except (PasyncError, KeyError) as caught:
+            seen.append(f"{type(caught).__name__}: {caught}")
+    return [*seen, str(ranks.sum({"b": ranks.rank, "a": 1.0})), str(ranks.max({"x": float(ranks.rank)}))]
+
+
+def test_what_fails_on_rank_0_fails_on_all_ranks_under_the_same_name():
+    first, second = run_ranks(leader_fails, 2)
+    assert first[:2] == second[:2] == ["hello", "RolloutError: server-0 is gone"]
+    assert second[2] == "PasyncError: KeyError: 'k'"
+    assert first[3:] == second[3:] == ["{'a': 2.0, 'b': 1.0}", "{'x': 1.0}"]
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    config = OptimizerConfig(lr=1.0, warmup_iterations=2, schedule="linear")
+    assert [learning_rate(config, t, 6) for t in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = config.model_copy(update={"schedule": "cosine"})
+    assert learning_rate(cosine, 4, 6) == pytest.approx(0.5)
+    assert learning_rate(config.model_copy(update={"schedule": "constant"}), 5, 6) == 1.0
