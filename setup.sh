@@ -22,13 +22,13 @@ lock_sum() { sha256sum <"$lock" | cut -d' ' -f1; }
 
 find_base_python() {
     local name
-    for name in python3.11 python3.12 python3.10 python3; do
-        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    for name in python3.11 python3.12 python3; do
+        if "$name" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             command -v "$name"
             return
         fi
     done
-    die "needs Python 3.10, 3.11 or 3.12 with venv (Debian: apt install python3.11-venv); found: $(python3 --version 2>&1 || true)"
+    die "needs Python 3.11 or 3.12 with venv (Debian: apt install python3.11-venv); found: $(python3 --version 2>&1 || true)"
 }
 
 show_elapsed() {  # one line that counts seconds until this script is done; a plain line where there is no terminal

@@ -110,7 +110,7 @@ def _smollm2(into: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings))
     model.load_state_dict(unpacked.state_dict())
     model.generation_config = unpacked.generation_config
-    model.to(torch.bfloat16).save_pretrained(into)
+    model.bfloat16().save_pretrained(into)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, model_max_length=model.config.max_position_embeddings)
     tokenizer.save_pretrained(into)
 
@@ -129,7 +129,9 @@ def _models() -> Path:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m pasync.model.prepare {'|'.join(KNOWN)}")
     try:
-        print(prepare(*sys.argv[1:2] or ["NAME"]))
+        print(prepare(sys.argv[1]))
     except ConfigError as error:
         sys.exit(str(error))

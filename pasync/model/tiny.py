@@ -27,8 +27,11 @@ CHAT = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-WARM_ACCURACY, WARM_STEPS, WARM_BATCH, WARM_LR = 0.38, 400, 128, 2e-3
-"""Supervised learning stops at this accuracy: enough mixed groups to learn from, much left to learn."""
+WARM_ACCURACY, WARM_STEPS, WARM_BATCH, WARM_LR = 0.68, 400, 128, 2e-3
+"""Supervised learning stops at this sampled accuracy."""
+START_ACCURACY = 0.41
+"""Then the logits are flattened until sampling is right so often only. Like a large model, `tiny-sort` then knows more than its
+samples show, and one update per batch raises them steadily; unflattened models of this accuracy gained half as much."""
 
 
 def random_model(folder: Path, family: Family, tied: bool, seed: int = 0) -> None:
@@ -46,14 +49,14 @@ def random_model(folder: Path, family: Family, tied: bool, seed: int = 0) -> Non
         model = _model(family, hidden=64, layers=2, heads=2, intermediate=128, positions=1024, tied=tied)
         with torch.no_grad():
             for weight in model.parameters():
-                weight += 0.1 * torch.randn_like(weight)
+                weight.add_(torch.randn_like(weight), alpha=0.1)
     _save(model, folder)
 
 
 def sort_model(folder: Path) -> None:
-    """Train `tiny-sort` and save it: 0.8M weights that sort 4 to 6 digits right about two times in five.
+    """Train `tiny-sort` and save it: 0.8M weights whose samples sort 4 to 6 digits right two times in five.
 
-    Deterministic on one machine; never sees a held-out row. About 15 seconds of one core.
+    Deterministic on one machine; no held-out row is trained on. About 28 seconds of one core.
 
     Args:
         folder: is created.
@@ -79,8 +82,16 @@ def sort_model(folder: Path) -> None:
             accuracy = sampled_accuracy(model, held_out)
             progress("warm-up of tiny-sort, percent right", round(100 * accuracy), round(100 * WARM_ACCURACY))
             if accuracy >= WARM_ACCURACY:
+                _flatten(model, held_out)
                 return _save(model, folder)
     raise RuntimeError(f"tiny-sort did not reach an accuracy of {WARM_ACCURACY} in {WARM_STEPS} steps")
+
+
+@torch.no_grad()
+def _flatten(model: PreTrainedModel, rows: list[Row]) -> None:
+    """Scale the logits down, which the last norm does for all of them: the best answer stays the best."""
+    while sampled_accuracy(model, rows) > START_ACCURACY:
+        model.get_decoder().norm.weight *= 0.98
 
 
 @torch.no_grad()

@@ -120,8 +120,14 @@ class Screen:
         if self._task is not None and self._console.is_terminal:
             self._live.refresh()
         elif self._now != self._printed and self._clock() - self._printed_at >= PLAIN_EVERY_S:
-            self.say(f"{self._now.label} {self._now.done}/{self._now.total} ({self._clock() - self._since:.0f} s)")
+            self.say(f"{self._now.label} {self._now.done}/{self._now.total} ({self._time()})")
             self._printed, self._printed_at = self._now, self._clock()
+
+    def _time(self) -> str:
+        """Seconds so far, and what is left at the same pace."""
+        elapsed, (_, done, total) = self._clock() - self._since, self._now
+        left = f", about {elapsed / done * (total - done):.0f} s left" if 0 < done < total else ""
+        return f"{elapsed:.0f} s{left}"
 
     def close(self) -> None:
         """Remove the live line."""

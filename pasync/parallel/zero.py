@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pasync import device as devices
 from pasync.config import OptimizerConfig
 from pasync.errors import TrainingError
 from pasync.parallel.ranks import Ranks
@@ -41,8 +42,9 @@ class ShardedAdamW:
             at += p.numel()
         self.master = nn.Parameter(flat[start : start + self.slice_size].clone())  # [n]
         self.adamw = torch.optim.AdamW(
-            [self.master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-        )  # fused: no temporaries the size of the slice
+            [self.master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            **devices.adamw_flags(ranks.device),
+        )
 
     def step(self, *, lr: float, divisor: float) -> float:
         """Divide the summed gradient, clip it, update the weights on all ranks, and start a new sum.
@@ -108,7 +110,7 @@ class ShardedAdamW:
             part[: len(kept)] = kept
             mine[key] = part.to(self.ranks.device)
         self.master.data.copy_(mine.pop("master"))
-        self.adamw.state[self.master] = {"step": slices[0]["step"].reshape(()).clone(), **mine}
+        self.adamw.state[self.master] = {"step": slices[0]["step"].reshape(()).to(self.ranks.device), **mine}
         self.write_parameters()
 
     def _adder(self, at: int) -> Callable[[Tensor], None]:

@@ -19,6 +19,7 @@ from pasync.observe.metrics import METRICS
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
+WARM = ("rollout.temperature=0.8",)  # not 1, so that a forgotten temperature shows in the log-prob gap
 PROMISED = {
     "iteration", "reward/mean", "policy/version", "policy/engine_logprob_gap", "time/step_s", "time/generate_s", "time/train_s",
     "time/sync_s", "time/first_group_wait_s", "time/tail_s", "time/ideal_s", "throughput/tpspd", "tokens/prompt", "tokens/response",
@@ -29,7 +30,7 @@ PROMISED = {
 def recorded(tmp_path_factory) -> Path:
     """Four iterations with two servers and two ranks, groups kept."""
     run = tmp_path_factory.mktemp("runs") / "recorded"
-    completed(TINY, run, *SMALL, "rollout.servers=2", "parallel.ranks=2", "iterations=4", "rollout.source=record")
+    completed(TINY, run, *SMALL, *WARM, "rollout.servers=2", "parallel.ranks=2", "iterations=4", "rollout.source=record")
     return run
 
 
@@ -45,7 +46,7 @@ def distance(a: Path, b: Path) -> float:
 
 
 def replay(recorded: Path, run: Path, *overrides: str) -> Path:
-    completed(TINY, run, *SMALL, f"rollout.source=replay:{recorded}", *overrides)
+    completed(TINY, run, *SMALL, *WARM, f"rollout.source=replay:{recorded}", *overrides)
     return run
 
 

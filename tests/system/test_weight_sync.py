@@ -101,6 +101,8 @@ def sampled_gap(trainer: Trainer, producer: RolloutProducer, version: int) -> fl
 def test_synced_weights_sample_like_the_trainer_and_unsynced_ones_are_noticed(tmp_path, family, tied, dtype, tolerance):
     model = tmp_path / "model"
     random_model(model, family, tied, seed=3)
+    # Sampling values that users did not ask for: if they leaked in, the sampled log-probs would not be the trainer's.
+    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.1, "top_k": 1, "repetition_penalty": 2.0}')
     config = tiny_config(tmp_path / "run", model, dtype)
     ids = list(PROMPT.ids)
     with connected(tmp_path / "run", config) as (trainer, producer, sender):

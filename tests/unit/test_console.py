@@ -57,7 +57,11 @@ def test_plain_progress_appears_only_when_it_changed_and_not_too_often(clock: Cl
         clock.now = second
         screen.show(Progress("training", min(second, 6), 40))
         screen.tick()
-    assert out.getvalue().splitlines() == ["training 0/40 (0 s)", "training 5/40 (5 s)", "training 6/40 (10 s)"]
+    assert out.getvalue().splitlines() == [
+        "training 0/40 (0 s)",
+        "training 5/40 (5 s, about 35 s left)",
+        "training 6/40 (10 s, about 57 s left)",
+    ]
 
 
 def test_a_terminal_shows_one_live_line_with_the_newest_label(clock: Clock) -> None:

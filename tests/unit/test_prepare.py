@@ -78,13 +78,13 @@ def test_a_folder_of_ones_own_is_taken_as_it_is(tmp_path):
 def test_a_wrong_name_is_answered_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"model.path=tiny-srot: .* Did you mean tiny-sort\?"):
         prepare.folder("tiny-srot")
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         prepare.prepare(str(tmp_path))
 
 
 def test_a_known_model_is_found_once_it_is_made(cache):
     assert prepare.cached("tiny-sort") is None
-    with pytest.raises(ConfigError, match="python -m pasync.model.prepare tiny-sort"):
+    with pytest.raises(ConfigError, match=r"python -m pasync\.model\.prepare tiny-sort"):
         prepare.folder("tiny-sort")
     (cache / "tiny-sort").mkdir(parents=True)
     (cache / "tiny-sort" / "config.json").write_text("{}")

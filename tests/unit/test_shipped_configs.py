@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -66,8 +65,3 @@ def test_no_held_out_sorting_row_has_the_answer_of_a_training_row():
 def test_held_out_sorting_rows_are_as_long_as_training_rows():
     lengths = [sum(len(row["answer"]) for row in part) / len(part) for part in sorting()]
     assert abs(lengths[0] - lengths[1]) < 0.1
-
-
-def test_reading_jsonl_gives_the_rows(tmp_path):
-    write(tmp_path)
-    assert [json.loads(line) for line in (tmp_path / "sort_eval.jsonl").read_text().splitlines()] == sorting()[1]
