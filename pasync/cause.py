@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from pasync.errors import ProcessDied
+
 CONSEQUENCE_S = 5.0
 """An error report that is older than a kill by more than this did not follow from it."""
 LOG_LINES = 15
@@ -61,14 +63,14 @@ def find_cause(logs: Path, exits: list[Exit], ranks_text: str) -> Failure:
     first_kill = min(killed, key=lambda e: e.time, default=None)
     if first_kill and not (reports and reports[0]["time"] < first_kill.time - CONSEQUENCE_S):
         message = f"{first_kill.name} (pid {first_kill.pid}) was killed by {_signal_name(-first_kill.code)}"
-        return Failure("ProcessDied", message, first_kill.name, log_of(logs, first_kill.name))
+        return Failure(ProcessDied.__name__, message, first_kill.name, log_of(logs, first_kill.name))
     if reports:
         name = reports[0]["process"]
         return Failure(reports[0]["error"], reports[0]["message"], name, log_of(logs, name))
     first = min(exits, key=lambda e: (e.code == 0, e.time))
     log = log_of(logs, first.name)
     message = f"{first.name} (pid {first.pid}) ended with exit code {first.code}; the end of its log:\n{_last_lines(log)}"
-    return Failure("ProcessDied", message, first.name, log)
+    return Failure(ProcessDied.__name__, message, first.name, log)
 
 
 def rank_exits(ranks_text: str) -> list[Exit]:

@@ -20,9 +20,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from pasync.config import CheckpointConfig
+from pasync.config import CheckpointConfig, Config
 from pasync.errors import TrainingError
 from pasync.trainer import Trainer
+
+
+def due(config: Config, iteration: int) -> bool:
+    """Whether to save after this iteration: every n-th and the last, so that a finished run can be continued too."""
+    every, done = config.checkpoint.every, iteration + 1
+    return bool(every) and (done % every == 0 or done == config.iterations)
 
 
 def save(trainer: Trainer, run: Path, iteration: int, config: CheckpointConfig) -> None:

@@ -183,7 +183,7 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)
-    """Save a resumable checkpoint every n iterations; 0: only the final model."""
+    """Save a resumable checkpoint every n iterations and after the last; 0: only the final model."""
     keep: int = Field(2, ge=1)
     """Older checkpoints are deleted."""
 

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 
+from pasync.errors import ProcessDied
 from pasync.processes import kill_run
 
 QUIET = b"."
@@ -33,7 +34,8 @@ def main() -> None:
     said = sys.stdin.buffer.read()
     killed = kill_run(run_id)
     if said != QUIET:
-        print(f"ProcessDied: the launcher (pid {launcher}) was killed; ended the {killed} processes it had started", file=sys.stderr)
+        text = f"the launcher (pid {launcher}) was killed; ended the {killed} processes it had started"
+        print(f"{ProcessDied.__name__}: {text}", file=sys.stderr)
 
 
 def _ignore_signals() -> None:

@@ -62,7 +62,7 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
             log.info("iteration %d: optimizer step", t)
             metrics = trainer.optimizer_step(t)
             lead(Leader.finish, t, metrics)
-            if config.checkpoint.every and (t + 1) % config.checkpoint.every == 0:
+            if checkpoint.due(config, t):
                 log.info("iteration %d: checkpoint", t)
                 checkpoint.save(trainer, run, t + 1, config.checkpoint)
         lead(Leader.end, tokenizer)

@@ -30,7 +30,9 @@ def plot(out: Path, runs: list[Path]) -> None:
     learning.set(title="Learning", xlabel="iteration", ylabel="accuracy, reward", ylim=(0, 1.02))
     learning.legend(loc="lower right", fontsize=8)
     _draw_times(times, read_metrics(runs[0]))
-    times.set(title=f"Time of an iteration ({runs[0].name})", xlabel="iteration", ylabel="seconds", ylim=(0, None))
+    times.margins(y=0.35)  # room for the legend
+    times.set(title=f"Time of an iteration ({runs[0].name})", xlabel="iteration", ylabel="seconds")
+    times.set_ylim(bottom=0)
     times.legend(loc="upper right", fontsize=8)
     figure.savefig(out, dpi=110)
 

@@ -110,7 +110,7 @@ class ShardedAdamW:
             part[: len(kept)] = kept
             mine[key] = part.to(self.ranks.device)
         self.master.data.copy_(mine.pop("master"))
-        self.adamw.state[self.master] = {"step": slices[0]["step"].reshape(()).to(self.ranks.device), **mine}
+        self.adamw.state[self.master] = {"step": slices[0]["step"].reshape(()).clone().to(self.ranks.device), **mine}
         self.write_parameters()
 
     def _adder(self, at: int) -> Callable[[Tensor], None]:

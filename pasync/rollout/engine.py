@@ -146,6 +146,7 @@ def _engine_options(config: Config, model: Path, server: int) -> dict[str, Any]:
     if not current_platform.is_cpu():
         return options | dict(gpu_memory_utilization=rollout.memory_frac)
     options |= dict(enforce_eager=True, block_size=CPU_BLOCK_TOKENS, enable_chunked_prefill=False)
+    options["max_num_batched_tokens"] = max(2048, options["max_model_len"])  # without chunks a prompt must fit one step
     if not rollout.tensor_parallel > 1:  # one process less, and one pinned core does all the work
         options["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     return options

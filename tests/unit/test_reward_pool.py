@@ -55,8 +55,14 @@ def f(prompt, response, response_ids, sample):
 def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "played_rewards.py").write_text(REWARDS)
-    with RewardPool(RewardConfig(function="played_rewards:play", timeout_s=1.0, memory_bytes=1 << 30), str(folder)) as pool:
+    with pytest.MonkeyPatch.context() as patch, _pool_in(folder, patch, "played_rewards:play", 1.0) as pool:
         yield pool
+
+
+def _pool_in(folder: Path, patch: pytest.MonkeyPatch, function: str, timeout_s: float) -> RewardPool:
+    """A pool whose workers start in `folder`, where `function` is found."""
+    patch.chdir(folder)
+    return RewardPool(RewardConfig(function=function, timeout_s=timeout_s, memory_bytes=1 << 30))
 
 
 def score(pool: RewardPool, response: str, **sample: object) -> tuple[float, str]:
@@ -134,17 +140,19 @@ def test_hostile_mathematics_ends_within_the_limit() -> None:
     ("text", "message"),
     [("def g(): pass", "has no function f"), ("1 / 0", "ZeroDivisionError"), ("import os; os._exit(1)", "ends its process")],
 )
-def test_a_function_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path, text: str, message: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_an_error_at_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
     (tmp_path / "broken_reward.py").write_text(text)
-    with pytest.raises(ConfigError, match=message), RewardPool(RewardConfig(function="broken_reward:f"), str(tmp_path)):
+    with pytest.raises(ConfigError, match=message), _pool_in(tmp_path, monkeypatch, "broken_reward:f", 1.0):
         pass
 
 
-def test_closing_ends_a_busy_worker_soon(tmp_path: Path) -> None:
+def test_closing_ends_a_busy_worker_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "busy_reward.py").write_text(BUSY)
 
     async def leave() -> None:
-        with RewardPool(RewardConfig(function="busy_reward:f", timeout_s=60), str(tmp_path)) as pool:
+        with _pool_in(tmp_path, monkeypatch, "busy_reward:f", 60.0) as pool:
             call = asyncio.ensure_future(pool.score("", "", [], {"mark": str(tmp_path / "mark")}))
             while not (tmp_path / "mark").exists() or not (tmp_path / "mark").read_text():
                 await asyncio.sleep(0.02)
