@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from pasync.parallel.ranks import join_ranks
@@ -22,7 +23,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(ranks, *args)` on every rank; returns their results in rank order. A failing rank fails the test."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    mp.spawn(_entry, (function, size, free_port(), results, args), nprocs=size)
+    # As torchrun does: the parent holds the store, so the port cannot be taken by somebody else before the ranks meet.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(_entry, (function, size, store.port, results, args), nprocs=size)
     found = dict(results.get() for _ in range(size))
     return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in range(size)]
 
@@ -30,6 +33,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
 def _entry(rank: int, function: Callable[..., Any], size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with join_ranks("cpu", deadline_s=30) as ranks:
         saved = io.BytesIO()
         torch.save(function(ranks, *args), saved)  # by value: a tensor put as it is would die with its process
