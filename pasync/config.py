@@ -265,10 +265,10 @@ def load(path: str | Path, overrides: list[str] | None = None, further: Callable
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: holds {type(raw).__name__}, must be a mapping of keys to values")
-    merged = _merge(raw, overrides or [])
-    problems = _unknown_keys(merged, Config, "")
+    problems: list[str] = []
+    tree = _known(_merge(raw, overrides or []), Config, "", problems)
     try:
-        config = Config.model_validate(merged)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_report(problems + _type_problems(error))) from None
     config = _with_absolute_paths(config, path.resolve().parent)
@@ -296,25 +296,24 @@ def _merge(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
     return {str(key): value for key, value in merged.items()}
 
 
-def _unknown_keys(tree: Any, section: type[BaseModel], prefix: str) -> list[str]:
-    found: list[str] = []
+def _known(tree: dict[str, Any], section: type[BaseModel], prefix: str, problems: list[str]) -> dict[str, Any]:
+    """The tree without unknown keys, which are added to `problems`, so that the rest can be checked all the same."""
+    known: dict[str, Any] = {}
     for key, value in tree.items():
         field = section.model_fields.get(key)
         if field is None:
             allowed = section.model_fields
-            found.append(f"{prefix}{key}={value}: unknown key, allowed are {', '.join(allowed)}{nearest(key, allowed)}")
+            problems.append(f"{prefix}{key}={value}: unknown key, allowed are {', '.join(allowed)}{nearest(key, allowed)}")
             continue
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, dict):
-                found += _unknown_keys(value, kind, f"{prefix}{key}.")
-    return found
+        kinds = (field.annotation, *get_args(field.annotation))
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+        known[key] = _known(value, inner, f"{prefix}{key}.", problems) if inner and isinstance(value, dict) else value
+    return known
 
 
 def _type_problems(error: ValidationError) -> list[str]:
     rows = []
     for e in error.errors():
-        if e["type"] == "extra_forbidden":
-            continue  # named by _unknown_keys, with a suggestion
         key = ".".join(map(str, e["loc"]))
         allowed = e.get("ctx", {}).get("expected", "")
         hint = nearest(e["input"], str(allowed).replace("'", "").replace(" or ", ", ").split(", ")) if e["type"] == "literal_error" else ""

@@ -20,8 +20,6 @@ def conflicts(config: Config) -> list[str]:
         found.append(f"algorithm.group_responses={responses}: a group must fit a server, rollout.max_num_seqs={c.rollout.max_num_seqs}")
     if groups % c.parallel.ranks:
         found.append(f"algorithm.batch_groups={groups}: must be a multiple of parallel.ranks={c.parallel.ranks}")
-    if c.optimizer.warmup_iterations > c.iterations:
-        found.append(f"optimizer.warmup_iterations={c.optimizer.warmup_iterations}: must not exceed iterations={c.iterations}")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:

@@ -53,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def machine_problems(config: Config, dry_run: bool) -> list[str]:
-    """What this machine lacks for the configuration. A dry run may assume devices and a model that are not there."""
+    """What this machine lacks for the configuration. A dry run may assume devices, data and a model that are not there."""
     found = misfits(config, *_devices(config, dry_run))
-    return found if dry_run else found + prepare.problems(config)
+    return found if dry_run else found + prepare.problems(config) + _missing_data(config)
 
 
 def placed(config: Config, dry_run: bool) -> Placement:
@@ -126,6 +126,12 @@ def new_run_folder(config: Config) -> Path:
     draft.symlink_to(os.path.relpath(run, parent) if run.is_relative_to(parent) else run)
     draft.replace(parent / "latest")
     return run
+
+
+def _missing_data(config: Config) -> list[str]:
+    named = {"train": config.data.train, "eval": config.data.eval}
+    files = {key: data.source for key, data in named.items() if data and ":" not in data.source}
+    return [f"data.{key}.source={path}: there is no such file or folder" for key, path in files.items() if not Path(path).exists()]
 
 
 def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:

@@ -47,6 +47,13 @@ def test_all_problems_are_reported_together_with_key_value_and_nearest_name(file
     assert "rollout.servers=0" in text and "algorithm.group_responses=one" in text
 
 
+def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_machine_lacks(file):
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["eval.evry=3", "algorithm.group_responses=1"], lambda config: [f"device.count: asked by {config.name}"])
+    text = str(caught.value)
+    assert "3 problems" in text and "Did you mean every?" in text and "at least 2" in text and "device.count: asked by test" in text
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
@@ -54,7 +61,6 @@ def test_all_problems_are_reported_together_with_key_value_and_nearest_name(file
         ("algorithm.group_responses=1", "at least 2"),
         ("algorithm.group_responses=65", "rollout.max_num_seqs=64"),
         ("parallel.ranks=3", "multiple of parallel.ranks=3"),
-        ("optimizer.warmup_iterations=5", "iterations=4"),
         ("eval.every=2", "needs data.eval"),
         ("rewards.function=mth", "Did you mean math?"),
         ("rollout.source=replay", "replay:<run folder>"),

@@ -34,7 +34,8 @@ sys.exit(launch.launch(config, launch.placed(config, False), commands))
 def config_file(tmp_path: Path):
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"max_position_embeddings": 1024}')
+    (tmp_path / "t.jsonl").write_text("")
     path = tmp_path / "tiny.yaml"
     path.write_text(
         f"""
@@ -179,3 +180,12 @@ def test_of_several_errors_the_earliest_counts(tmp_path: Path) -> None:
 def test_ranks_that_torchrun_ended_itself_are_no_cause() -> None:
     report = "  time      : 2026-11-29_15:48:44\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 6)  (X)\n"
     assert [e.code for e in rank_exits(report.format(-15) + report.format(-9))] == [-9]
+
+
+def test_what_the_machine_and_the_files_lack_is_reported_together(config_file: Path) -> None:
+    wrong = ["device.count=999", "data.train.source=gone.jsonl", "data.max_prompt_tokens=2000"]
+    launcher = launch(config_file, *wrong)
+    text = launcher.communicate(timeout=20)[0]
+    assert launcher.returncode == 2 and "3 problems" in text
+    assert "device.count=999" in text and "gone.jsonl: there is no such file" in text and "beyond the model's length, at most 1024" in text
+    assert not (config_file.parent / "run").exists()
