@@ -30,8 +30,7 @@ def test_the_next_largest_group_goes_to_the_least_loaded_rank():
     assert [[g.group_id for g in part] for part in shares] == [[9, 3], [5, 4]] and rest == []
 
 
-def rounds(ranks: Ranks, run: Path, schedule: str) -> list[list[int]]:
-    config = small_config(run, schedule)
+def rounds(ranks: Ranks, run: Path, config: Config) -> list[list[int]]:
     source = None
     if ranks.is_first:
         source = ReplayProducer(run)
@@ -52,6 +51,6 @@ def test_ranks_run_the_same_number_of_micro_batches_and_share_every_group_once(t
     rng = np.random.default_rng(0)
     groups = [make_group(rng, 3, [1 + i, 2], rewards=[0, 1] if i % 3 else [1, 1], group_id=i) for i in range(6)]
     record(tmp_path, 0, groups)
-    first, second = run_ranks(rounds, 2, tmp_path, schedule)
+    first, second = run_ranks(rounds, 2, tmp_path, small_config(tmp_path, schedule))
     assert len(first) == len(second) > 1
     assert sorted(i for part in (*first, *second) for i in part) == list(range(6))
