@@ -42,6 +42,7 @@ def process_environment(kind: str, ids: list[int], role: Role) -> dict[str, str]
         return env | {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # or the transfer group's own store finds no master
     env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     if kind == "cpu":
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the launcher pins; vLLM would ask for a NUMA node per worker
         env["TORCH_COMPILE_DISABLE"] = "1"  # log-probs would compile C++ at the first batch, about 10 s
     if kind == "npu":
         env["VLLM_ASCEND_ENABLE_NZ"] = "0"  # weights in the NZ format cannot be loaded again

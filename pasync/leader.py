@@ -63,6 +63,7 @@ class Leader:
         if self.config.eval.every and t % self.config.eval.every == 0:
             self._evaluate(t)
         log.info("iteration %d: generate", t)
+        progress("training", t, self.config.iterations)
         self.submitted = time.time()
         self.source.submit(self.prompts.batch(t), t, self.sampling)
 

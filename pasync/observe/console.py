@@ -102,7 +102,7 @@ class Screen:
         self._live = bars.Progress(*columns, console=self._console, auto_refresh=False, transient=True, get_time=clock)
         self._task: bars.TaskID | None = None
         self._now, self._printed = Progress("", 0, 0), Progress("", 0, 0)
-        self._since, self._printed_at = clock(), float("-inf")
+        self._since, self._done_before, self._printed_at = clock(), 0, float("-inf")
 
     def show(self, event: Said | Progress, source: str = "") -> None:
         """Show what a process sent; `source` goes before a said line."""
@@ -124,9 +124,10 @@ class Screen:
             self._printed, self._printed_at = self._now, self._clock()
 
     def _time(self) -> str:
-        """Seconds so far, and what is left at the same pace."""
+        """Seconds so far, and what is left at the pace since the live line last changed its subject."""
         elapsed, (_, done, total) = self._clock() - self._since, self._now
-        left = f", about {elapsed / done * (total - done):.0f} s left" if 0 < done < total else ""
+        made = done - self._done_before
+        left = f", about {elapsed / made * (total - done):.0f} s left" if made > 0 and done < total else ""
         return f"{elapsed:.0f} s{left}"
 
     def close(self) -> None:
@@ -136,7 +137,7 @@ class Screen:
 
     def _advance(self, event: Progress) -> None:
         if event.label != self._now.label:
-            self._since = self._clock()
+            self._since, self._done_before = self._clock(), event.done
             self._restart(event)
         elif self._task is not None:
             self._live.update(self._task, completed=event.done, total=event.total)

@@ -108,6 +108,12 @@ def test_the_final_model_loads_in_transformers_and_scores_as_it_did_in_the_run(t
     assert abs(again[0]["eval/accuracy_frac"] - lines[-1]["eval/accuracy_frac"]) <= 0.03
 
 
+def test_a_server_of_two_tensor_parallel_workers_gets_the_weights(tmp_path):
+    lines = completed(TINY, tmp_path / "run", *SMALL, "rollout.tensor_parallel=2", "iterations=2")
+    assert max(line["policy/probe_gap"] for line in lines) < 1e-3
+    assert all((line["policy/engine_logprob_gap"] or 0.0) < 1e-3 for line in lines)
+
+
 def test_the_demo_starts_and_takes_two_steps(tmp_path):
     lines = completed(ROOT / "configs" / "demo_cpu.yaml", tmp_path / "demo", "iterations=2", "eval.every=0", "data.eval=null")
     assert len(lines) == 2 and all(line["time/of_ideal_frac"] > 0 for line in lines)
