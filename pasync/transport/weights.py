@@ -76,6 +76,7 @@ class WeightSender:
 
     def __init__(self, config: Config, servers: Servers, shapes: list[tuple[str, list[int]]], kind: str) -> None:
         self.config, self.servers = config, servers
+        self._first: int | None = None  # version of the first sync: a continued run does not begin at 0
         self.dtype = getattr(torch, config.server_dtype)
         self.buckets = plan_buckets(shapes, config.sync.bucket_bytes // self.dtype.itemsize)
         self._buffer = torch.empty(max(map(_numel, self.buckets)), dtype=self.dtype, device=devices.torch_device(kind, 0))
@@ -91,6 +92,7 @@ class WeightSender:
             WeightSyncError: a server did not take part, or does not hold what was sent.
         """
         self.servers.require_idle()
+        self._first = version if self._first is None else self._first
         with_sum = self.due(version)
         for name in self.servers.names:
             self.servers.tell(name, Sync(version=version, with_sum=with_sum))
@@ -103,8 +105,8 @@ class WeightSender:
                 _compare_sums(name, version, (total, abs_total), (reply.weight_sum, reply.weight_abs_sum))
 
     def due(self, version: int) -> bool:
-        """Whether this version is one that is checked (`sync.probe_every`); the first always is."""
-        return version % self.config.sync.probe_every == 0
+        """Whether this version is one that is checked (`sync.probe_every`); the first sync of a run always is."""
+        return version == self._first or version % self.config.sync.probe_every == 0
 
     def probe(self, ids: list[int], logprobs: Tensor, version: int) -> float:
         """Compare log-probs of a fixed sequence.

@@ -102,6 +102,13 @@ def test_a_weight_that_one_server_did_not_load_is_noticed(tmp_path):
         sender.publish(weights(1), 1)
 
 
+def test_the_first_sync_of_a_continued_run_is_checked_whatever_its_version(tmp_path):
+    sender = WeightSender(config(tmp_path, probe_every=5), ThreadServers(1, lambda _, received: received), SHAPES, "cpu")
+    for version in range(7, 12):
+        sender.publish(weights(version), version)
+    assert [version for version in range(7, 12) if sender.due(version)] == [7, 10]
+
+
 def test_a_wrong_version_is_noticed(tmp_path):
     servers = ThreadServers(1, lambda _, received: received)
     sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
