@@ -1,24 +1,11 @@
-"""One frozen, strict configuration tree, read from one YAML file by every process.
-
-    YAML file + "a.b=c" overrides --load()--> Config --save()--> <run>/config.yaml, itself loadable
-
-Every problem is found before anything starts and all are reported together: unknown keys, wrong types,
-and combinations that cannot work. Units are part of a key's name (`_s`, `_tokens`, `_bytes`).
-"""
+"""Every key of a run: one frozen, strict tree. Units are part of a key's name (`_s`, `_tokens`, `_bytes`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from pasync.conflicts import conflicts
-from pasync.errors import ConfigError, nearest
+from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16"]
 Kind = Literal["auto", "cpu", "cuda", "npu"]
@@ -48,6 +35,8 @@ class DatasetConfig(Section):
     """Column that holds the question."""
     answer_column: str = "answer"
     """Column that holds the reference answer; rewards see it as `sample["answer"]`."""
+    max_tokens_column: str | None = None
+    """Column with each row's own longest response, in tokens; `rollout.max_tokens` still bounds it."""
     size: int | None = Field(None, ge=1)
     """Use only the first `size` rows; for reasoning-gym, how many problems to generate (required there)."""
     seed: int = 0
@@ -86,7 +75,10 @@ class RolloutConfig(Section):
     stop_token_prefixes: list[str] = []
     """Any token whose text starts with one of these ends the response, as EOS does."""
     max_num_seqs: int = Field(64, ge=1)
-    """Responses a server works on at once; so floor(max_num_seqs / K) groups at a time (group-first)."""
+    """Responses a server samples at once; so floor(max_num_seqs / K) whole groups at a time."""
+    admission: Literal["longest_first", "group_first", "fifo"] = "longest_first"
+    """Which group a server gets next. `group_first`: in the order of the batch, one when K of its slots are free, so that groups
+    finish one after the other. `longest_first`: the same, longest expected first. `fifo`: all at once."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
     """Size of a server's KV cache. Required on cpu; on devices unset means `memory_frac`."""
     memory_frac: float = Field(0.9, gt=0, le=1)
@@ -100,8 +92,12 @@ class RolloutConfig(Section):
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for the next finished group."""
     source: str = "live"
-    """`live`: sample from the servers. `record`: the same, and keep every group in the run folder.
-    `replay:<run folder>`: train on the groups recorded there, without any server."""
+    """`live`: sample from the servers. `record`: the same, and keep every group in the run folder. `only`: sample from the
+    starting weights and keep every group, train nothing. `replay:<run folder>`: train on the groups kept there, without any server."""
+    replay_order: Literal["recorded", "sorted", "random"] = "recorded"
+    """Order in which replayed groups arrive: as they did, by number, or shuffled by (seed, iteration)."""
+    replay_delay: Literal["none", "recorded"] = "none"
+    """Replayed groups arrive at once, or as long after submission as they did."""
 
 
 class RewardConfig(Section):
@@ -122,6 +118,14 @@ class AlgorithmConfig(Section):
     """B: prompts of one iteration."""
     group_responses: int = Field(ge=1)
     """K: responses to each prompt."""
+    updates_per_batch: int = Field(1, ge=1)
+    """M: optimizer steps on each batch. The first overlaps with generation; the others go over the whole batch again, with the ratio
+    to the weights that the iteration began with."""
+    filter_zero_variance: Literal["skip", "refill"] = "skip"
+    """Groups whose rewards are all equal teach nothing. `skip`: they are counted in the batch but not computed. `refill`: they are
+    left out, and more prompts are sampled until B useful groups are there (dynamic sampling, DAPO)."""
+    refill_limit: int | None = Field(None, ge=1)
+    """Most extra prompts of one iteration with `refill`; then the batch stays smaller. Unset means 3 B."""
     normalize_std: bool = True
     """Divide a group's advantages by its standard deviation (GRPO); False for Dr. GRPO."""
     normalizer: Literal["sequence", "token", "constant"] = "token"
@@ -157,6 +161,9 @@ class ParallelConfig(Section):
     """Data-parallel training processes."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Ready groups are packed up to so many tokens into one forward; a larger single group still goes alone."""
+    accumulate: Literal["float32", "exact"] = "float32"
+    """How gradients are added up. `exact`: as integers, one group at a time and deterministically, so that neither order nor number
+    of ranks changes a single bit; slower, and twice the memory of the gradient."""
     deadline_s: float = Field(1800.0, gt=0)
     """Longest wait of a rank for another one; must exceed every other deadline."""
 
@@ -209,8 +216,9 @@ class Config(Section):
     """Seed of data order and sampling."""
     iterations: int = Field(ge=1)
     """Optimizer steps."""
-    schedule: Literal["periodic", "sync"] = "periodic"
-    """`periodic` trains on groups as they arrive; `sync` waits for the whole batch first. Same gradient."""
+    schedule: Literal["periodic", "sync", "one_step_off"] = "periodic"
+    """`periodic` trains on groups as they arrive; `sync` waits for the whole batch first: same gradient. `one_step_off`, for
+    comparison only, trains on the batch that the weights before the last step sampled: off-policy, corrected by the ratio to them."""
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -235,6 +243,23 @@ class Config(Section):
         return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
 
     @property
+    def trains(self) -> bool:
+        """False if the run only samples."""
+        return self.rollout.source != "only"
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether groups are written to the run folder."""
+        return self.rollout.source in ("record", "only")
+
+    @property
+    def refill_limit(self) -> int:
+        """Most extra prompts of one iteration."""
+        if self.algorithm.filter_zero_variance == "skip":
+            return 0
+        return self.algorithm.refill_limit or 3 * self.algorithm.batch_groups
+
+    @property
     def replayed_run(self) -> Path | None:
         """Folder of the run whose groups are trained on, if this run samples nothing itself."""
         kind, _, folder = self.rollout.source.partition(":")
@@ -245,98 +270,3 @@ class Config(Section):
         """Largest mean |trainer - server| log-prob difference of the probe."""
         exact = self.server_dtype == self.model.dtype == "float32"
         return self.sync.probe_tolerance or (1e-3 if exact else 0.15)
-
-
-def load(path: str | Path, overrides: list[str] | None = None, further: Callable[[Config], list[str]] = lambda _: []) -> Config:
-    """Read a configuration file and apply `key.sub=value` overrides.
-
-    Args:
-        path: YAML file.
-        overrides: for instance ["optimizer.lr=1e-6", "data.eval=null"]; values are YAML.
-        further: checks that know more than the tree, such as this machine's devices; returns problems.
-
-    Raises:
-        ConfigError: lists every problem, each with its key, value, what is allowed, and the nearest valid name.
-    """
-    path = Path(path)
-    try:
-        raw = yaml.safe_load(path.read_text()) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: holds {type(raw).__name__}, must be a mapping of keys to values")
-    problems: list[str] = []
-    tree = _known(_merge(raw, overrides or []), Config, "", problems)
-    try:
-        config = Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_report(problems + _type_problems(error))) from None
-    config = _with_absolute_paths(config, path.resolve().parent)
-    problems += conflicts(config) + further(config)
-    if problems:
-        raise ConfigError(_report(problems))
-    return config
-
-
-def save(config: Config, path: Path) -> None:
-    """Write the resolved tree as YAML that `load` reads back to an equal Config."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
-
-
-def _merge(raw: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    wrong = [o for o in overrides if "=" not in o or o.startswith("=")]
-    if wrong:
-        raise ConfigError(_report([f"{o}: an override must look like key.sub=value" for o in wrong]))
-    try:
-        tree = OmegaConf.merge(OmegaConf.create(raw), OmegaConf.from_dotlist(overrides))
-        merged = OmegaConf.to_container(tree, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot apply overrides {overrides}: {error}") from error
-    assert isinstance(merged, dict)
-    return {str(key): value for key, value in merged.items()}
-
-
-def _known(tree: dict[str, Any], section: type[BaseModel], prefix: str, problems: list[str]) -> dict[str, Any]:
-    """The tree without unknown keys, which are added to `problems`, so that the rest can be checked all the same."""
-    known: dict[str, Any] = {}
-    for key, value in tree.items():
-        field = section.model_fields.get(key)
-        if field is None:
-            allowed = section.model_fields
-            problems.append(f"{prefix}{key}={value}: unknown key, allowed are {', '.join(allowed)}{nearest(key, allowed)}")
-            continue
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        known[key] = _known(value, inner, f"{prefix}{key}.", problems) if inner and isinstance(value, dict) else value
-    return known
-
-
-def _type_problems(error: ValidationError) -> list[str]:
-    rows = []
-    for e in error.errors():
-        key = ".".join(map(str, e["loc"]))
-        allowed = e.get("ctx", {}).get("expected", "")
-        hint = nearest(e["input"], str(allowed).replace("'", "").replace(" or ", ", ").split(", ")) if e["type"] == "literal_error" else ""
-        given = "" if e["type"] == "missing" else f"={e['input']}"
-        rows.append(f"{key}{given}: {e['msg'][0].lower() + e['msg'][1:]}{hint}")
-    return rows
-
-
-def _report(problems: list[str]) -> str:
-    return f"{len(problems)} problem{'s' * (len(problems) > 1)} in the configuration:\n" + "\n".join(f"  {p}" for p in problems)
-
-
-def _with_absolute_paths(config: Config, base: Path) -> Config:
-    """Make dataset and model paths independent of the working folder, so the saved copy loads from anywhere."""
-    def absolute(text: str) -> str:
-        return str((base / text).resolve()) if (base / text).exists() else text
-
-    def dataset(d: DatasetConfig | None) -> DatasetConfig | None:
-        return d and d.model_copy(update={"source": absolute(d.source)})
-
-    data = config.data.model_copy(update={"train": dataset(config.data.train), "eval": dataset(config.data.eval)})
-    model = config.model.model_copy(update={"path": absolute(config.model.path)})
-    replayed = config.replayed_run
-    source = f"replay:{replayed.resolve()}" if replayed else config.rollout.source  # of the working folder: it is typed, not written
-    rollout = config.rollout.model_copy(update={"source": source})
-    return config.model_copy(update={"data": data, "model": model, "rollout": rollout})

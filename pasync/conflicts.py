@@ -39,11 +39,18 @@ def conflicts(config: Config) -> list[str]:
     if reward not in ("math", "exact") and ":" not in reward:
         found.append(f"rewards.function={reward}: must be math, exact or module:function{nearest(reward, ['math', 'exact'])}")
     kind, _, folder = c.rollout.source.partition(":")
-    if kind not in ("live", "record", "replay") or (kind == "replay") != bool(folder):
-        hint = nearest(kind, ["live", "record", "replay:"])
-        found.append(f"rollout.source={c.rollout.source}: must be live, record or replay:<run folder>{hint}")
+    if kind not in ("live", "record", "only", "replay") or (kind == "replay") != bool(folder):
+        hint = nearest(kind, ["live", "record", "only", "replay:"])
+        found.append(f"rollout.source={c.rollout.source}: must be live, record, only or replay:<run folder>{hint}")
     if c.replayed_run and not (c.replayed_run / "rollouts").is_dir():
         found.append(f"rollout.source={c.rollout.source}: no run was recorded there (rollout.source=record keeps its groups in rollouts/)")
     if c.replayed_run and c.eval.every:
         found.append(f"eval.every={c.eval.every}: a replayed run has no server to evaluate on, set eval.every=0 and data.eval=null")
+    for key, unset in (("replay_order", "recorded"), ("replay_delay", "none")):
+        if getattr(c.rollout, key) != unset and not c.replayed_run:
+            found.append(f"rollout.{key}={getattr(c.rollout, key)}: only rollout.source=replay:<run folder> has an order to choose")
+    if c.algorithm.refill_limit and c.algorithm.filter_zero_variance != "refill":
+        found.append(f"algorithm.refill_limit={c.algorithm.refill_limit}: needs algorithm.filter_zero_variance=refill")
+    if not c.trains and (c.checkpoint.every or c.schedule == "one_step_off"):
+        found.append("rollout.source=only: trains nothing, so set checkpoint.every=0 and schedule=periodic")
     return found

@@ -67,6 +67,15 @@ def adamw_flags(device: torch.device) -> dict[str, bool]:
     return {"foreach": False} if device.type == "npu" else {"fused": True}
 
 
+def make_deterministic() -> None:
+    """Equal inputs give equal bits from here on: no algorithm that adds in varying order, and on cpu one thread."""
+    import torch
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+
+
 def collective_backend(kind: str) -> str:
     """Backends of the training ranks' process group; host tensors always go over gloo."""
     return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]

@@ -20,7 +20,8 @@ from pathlib import Path
 import yaml
 
 from pasync import device as devices
-from pasync.config import Config, load, save
+from pasync.config import Config
+from pasync.configfile import load, save
 from pasync.errors import ConfigError
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen

@@ -10,19 +10,22 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from pasync import checkpoint
+from pasync.batch import Batch
 from pasync.config import Config
 from pasync.data.prompts import PromptStream
 from pasync.messages import Sampling
 from pasync.observe.console import progress, say
-from pasync.observe.metrics import RunLog, batch_metrics, step_times
+from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
+from pasync.observe.trace import Trace
 from pasync.placement import Placement
 from pasync.rollout.producer import RolloutProducer
-from pasync.rollout.recording import ReplayProducer, record
+from pasync.rollout.recording import Recording, ReplayProducer, record
 from pasync.trainer import Trainer
 from pasync.transport.weights import WeightSender
 
@@ -37,14 +40,18 @@ class Leader:
         first: iteration that the run begins with.
     """
 
-    def __init__(self, config: Config, run: Path, placement: Placement, trainer: Trainer, prompts: PromptStream, first: int) -> None:
-        self.config, self.run, self.trainer, self.prompts = config, run, trainer, prompts
-        self.kind = placement.kind
+    def __init__(
+        self, config: Config, run: Path, placement: Placement, trainer: Trainer, prompts: PromptStream, first: int, trace: Trace
+    ) -> None:
+        self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
+        self.kind, self.first = placement.kind, first
         self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
-            ReplayProducer(replayed) if replayed else RolloutProducer(config, placement.address)
+            ReplayProducer(config, replayed) if replayed else RolloutProducer(config, placement.address)
         )
+        self.batch: Batch
+        self.next_batch: Batch  # only in one_step_off
         self.sender: WeightSender | None = None
         self.sampling = Sampling(config.algorithm.group_responses, config.rollout.temperature, config.rollout.max_tokens)
         ids = list(prompts.batch(0)[0].ids)
@@ -58,32 +65,50 @@ class Leader:
             self.sender = WeightSender(self.config, self.source, shapes, self.kind)
 
     def begin(self, t: int) -> None:
-        """Give the servers version t, evaluate it if due, submit the batch; returns while it is being generated."""
+        """Give the servers version t, evaluate it if due, submit the batch; returns while it is being generated.
+
+        `one_step_off` submits batch t + 1 here, and returns with batch t, which the weights of version t - 1 have sampled meanwhile.
+        """
+        self.began = time.time()
+        ahead = self.config.schedule == "one_step_off"
+        if ahead and t > self.first:
+            self.batch = self.next_batch
+            self.batch.hold()
         self._publish(t)
         if self.config.eval.every and t % self.config.eval.every == 0:
             self._evaluate(t)
         log.info("iteration %d: generate", t)
         progress("training", t, self.config.iterations)
-        self.submitted = time.time()
-        self.source.submit(self.prompts.batch(t), t, self.sampling)
+        if not ahead or t == self.first:
+            self.batch = self._submit(t, version=t)
+        if ahead and t + 1 < self.config.iterations:
+            self.batch.hold()
+            self.next_batch = self._submit(t + 1, version=t)
 
     def finish(self, t: int, metrics: dict[str, float]) -> None:
         """Write the iteration's line, and its groups if they are recorded."""
-        finished = time.time()
-        groups = [group for group, _ in self.source.taken]
+        finished, arrived = time.time(), self.batch.arrived()
+        groups = [group for group, _ in arrived]
         self.log.add(metrics | batch_metrics(groups))
+        self.log.add({"policy/lag": t - self.batch.version, "reward/refilled_groups": self.batch.refilled})
+        times = Times(self.began, self.batch.submitted, [at for _, at in arrived], finished)
         self.log.add(
             step_times(
+                times,
                 sync_s=self.log.value("time/sync_s"),
-                train_s=metrics["time/train_s"],
-                submitted=self.submitted,
-                arrivals=[arrived for _, arrived in self.source.taken],
-                finished=finished,
+                eval_s=self.log.value("time/eval_s"),
+                train_s=metrics.get("time/train_s", 0.0),
+                mean_train_s=metrics.get("time/mean_train_s", 0.0),
+                waits_s=self.batch.waits_s,
             )
         )
+        if self.sender:
+            self.log.add({"time/server_idle_frac": idle_share(groups, self.config.rollout.servers, self.log.value("time/step_s"))})
         self.log.write(t)
-        if self.config.rollout.source == "record":
-            record(self.run, t, groups)
+        for group, at in arrived:
+            self.trace.group(t, group, at)
+        if self.config.keeps_groups:
+            record(self.run, t, Recording(groups, [at - self.batch.submitted for _, at in arrived]))
 
     def end(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Evaluate the final weights and export them."""
@@ -95,9 +120,15 @@ class Leader:
         checkpoint.export(self.trainer, tokenizer, self.run / "model")
         say(f"final model in {self.run / 'model'}")
 
+    def _submit(self, t: int, *, version: int) -> Batch:
+        """Hand batch t to the servers."""
+        self.source.submit(self.prompts.batch(t), version, self.sampling)
+        refill = islice(self.prompts.refill(t), self.config.refill_limit)
+        return Batch(self.source, version, refill, refills=self.config.algorithm.filter_zero_variance == "refill")
+
     def _publish(self, t: int) -> None:
         log.info("iteration %d: sync", t)
-        with self.log.timed("time/sync_s"):
+        with self.log.timed("time/sync_s"), self.trace.span("sync", t):
             if self.sender:
                 self.sender.publish(self.trainer.policy_weights(), t)
                 if self.sender.due(t):
@@ -106,7 +137,7 @@ class Leader:
 
     def _evaluate(self, t: int) -> None:
         evaluation = self.config.eval
-        with self.log.timed("time/eval_s"):
+        with self.log.timed("time/eval_s"), self.trace.span("evaluate", t):
             prompts = self.prompts.held_out
             sampling = Sampling(1, evaluation.temperature, evaluation.max_tokens or self.config.rollout.max_tokens)
             self.source.submit(prompts, t, sampling)

@@ -1,7 +1,7 @@
 """What travels between the trainer and the servers, and how it is written on the wire.
 
     trainer (ROUTER)  -- Join, Generate, Sync, Probe, Stop -->  server (DEALER)
-                      <-- Hello, Joined, GroupDone, Synced, Probed, Heartbeat, Failed --
+                      <-- Hello, Joined, Freed, GroupDone, Synced, Probed, Heartbeat, Failed --
 
 A frame is WIRE_VERSION followed by one msgpack map with a "type" tag. Decoding checks the version, the size and the schema
 (msgspec); nothing on the wire is ever executed. Token ids and log-probs travel as raw little-endian arrays.
@@ -64,6 +64,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unix time at which a server began it."""
     finished: float
     """Unix time at which its last reward was known."""
+    server: int = 0
+    """Index of that server."""
 
     @property
     def num_tokens(self) -> int:
@@ -145,10 +147,18 @@ class Joined(Message, frozen=True, tag="joined"):
     """Server: the workers are in the weight-transfer group."""
 
 
+class Freed(Message, frozen=True, tag="freed"):
+    """Server: can sample so many more responses at once."""
+
+    responses: int
+
+
 class GroupDone(Message, frozen=True, tag="group_done"):
-    """Server: one finished group; the credit of its responses is free again."""
+    """Server: one finished group."""
 
     group: Group
+    freed: int
+    """As in `Freed`."""
 
 
 class Synced(Message, frozen=True, tag="synced"):
@@ -181,10 +191,9 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 ToServer = Join | Generate | Sync | Probe | Stop
-ToTrainer = Hello | Joined | GroupDone | Synced | Probed | Heartbeat | Failed
+ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Probed | Heartbeat | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
-_group_decoder = msgspec.msgpack.Decoder(list[Group])
 _decoders: dict[Any, Any] = {side: msgspec.msgpack.Decoder(side) for side in (ToServer, ToTrainer)}
 
 
@@ -201,19 +210,6 @@ def unpack_for_server(frame: bytes) -> ToServer:
 def unpack_for_trainer(frame: bytes) -> ToTrainer:
     """Read a frame that a server sent. Raises BadMessage."""
     return _unpack(frame, ToTrainer)
-
-
-def pack_groups(groups: list[Group]) -> bytes:
-    """Groups as one msgpack list, for ranks and for recordings."""
-    return _encode(groups)
-
-
-def unpack_groups(data: bytes) -> list[Group]:
-    """Read `pack_groups`. Raises BadMessage."""
-    try:
-        return _group_decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise BadMessage(str(error)) from error
 
 
 def int_bytes(ids: object) -> bytes:

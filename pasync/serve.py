@@ -7,7 +7,8 @@ import logging
 import sys
 from pathlib import Path
 
-from pasync.config import Config, load
+from pasync.config import Config
+from pasync.configfile import load
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
 

@@ -2,7 +2,8 @@
 
     publish weights t -> submit the whole batch -> train on groups as they finish -> one optimizer step -> t + 1
 
-Nothing is in flight between iterations, so every token of iteration t was sampled from the weights of version t.
+Nothing is in flight between iterations, so every token of iteration t was sampled from the weights of version t. (`one_step_off`, which
+exists for comparison, is the exception.)
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 from pasync import checkpoint
 from pasync import device as devices
-from pasync.config import Config, load
+from pasync.config import Config
+from pasync.configfile import load
 from pasync.data.prompts import PromptStream
 from pasync.leader import Leader
 from pasync.model.causal_lm import load_tokenizer
+from pasync.observe.trace import Trace
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
@@ -37,7 +40,8 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     prompts = PromptStream(config, tokenizer)
     trainer = Trainer(config, folder, ranks)
     first = checkpoint.resume(trainer, run)
-    leader = Leader(config, run, placement, trainer, prompts, first) if ranks.is_first else None
+    trace = Trace(run, f"rank-{ranks.rank}", first)
+    leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None
 
     def lead(act: Callable[..., None], *args: Any) -> None:
         """Rank 0 does it, the others wait; what fails there is raised on all."""
@@ -47,15 +51,21 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
         lead(Leader.start, stack)
         for t in range(first, config.iterations):
             lead(Leader.begin, t)
-            for groups in stream_micro_batches(leader.source if leader else None, t, config, ranks):
-                log.info("iteration %d: train on %d groups", t, len(groups))
-                trainer.forward_backward(groups)
-            log.info("iteration %d: optimizer step", t)
-            metrics = trainer.optimizer_step(t)
+            for groups in stream_micro_batches(leader.batch if leader else None, config, ranks):
+                if groups and config.trains:
+                    with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
+                        log.info("iteration %d: train on %d groups", t, len(groups))
+                        trainer.forward_backward(groups)
+            metrics: dict[str, float] = {}
+            if config.trains:
+                with trace.span("optimizer", t):
+                    log.info("iteration %d: optimizer step", t)
+                    metrics = trainer.optimizer_step(t)
             lead(Leader.finish, t, metrics)
             if checkpoint.due(config, t):
-                log.info("iteration %d: checkpoint", t)
-                checkpoint.save(trainer, run, t + 1, config.checkpoint)
+                with trace.span("checkpoint", t):
+                    log.info("iteration %d: checkpoint", t)
+                    checkpoint.save(trainer, run, t + 1, config.checkpoint)
         lead(Leader.end, tokenizer)
 
 

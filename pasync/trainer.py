@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pasync.algorithm.losses import denominator, kl_k3, policy_loss, token_weights
+from pasync import device as devices
+from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, token_weights
 from pasync.config import Config
 from pasync.data.packing import MicroBatch, has_gradient, pack
 from pasync.messages import Group, Response, float_bytes, int_bytes
@@ -21,7 +21,7 @@ from pasync.model.causal_lm import load_model, response_logprobs
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.zero import ShardedAdamW, learning_rate
 
-STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap")
+STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap", "clipped")
 
 
 class Trainer:
@@ -29,9 +29,12 @@ class Trainer:
 
     def __init__(self, config: Config, model_folder: Path, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
+        self.exact = config.parallel.accumulate == "exact"
+        if self.exact:
+            devices.make_deterministic()
         self.model: PreTrainedModel = load_model(config.model, model_folder, ranks.device)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.algorithm.kl_coef else None
-        self.optimizer = ShardedAdamW(self.model.parameters(), config.optimizer, ranks)
+        self.optimizer = ShardedAdamW(self.model.parameters(), config.optimizer, ranks, exact=self.exact)
         self._start_batch()
 
     def forward_backward(self, groups: list[Group]) -> None:
@@ -40,28 +43,42 @@ class Trainer:
         Groups without a gradient (equal rewards and no KL term) are counted in the denominator but not computed. No collective.
         """
         began = time.perf_counter()
-        self._sums["responses"] += sum(len(g.responses) for g in groups)
-        self._sums["tokens"] += sum(g.num_response_tokens for g in groups)
+        self._totals["responses"] += sum(len(g.responses) for g in groups)
+        self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
         useful = [g for g in groups if has_gradient(g, kl_coef=self.config.algorithm.kl_coef)]
-        if useful:
-            batch = pack(useful, normalize_std=self.config.algorithm.normalize_std).to(self.ranks.device)
-            self._loss(batch).backward()
-            self._sums["trained_groups"] += len(useful)
+        self._totals["trained_groups"] += len(useful)
+        for part in [[g] for g in useful] if self.exact else [useful] if useful else []:
+            batch = pack(part, normalize_std=self.config.algorithm.normalize_std)
+            old = self._backward(batch, None)
+            if self.config.algorithm.updates_per_batch > 1:
+                self._kept.append((batch, old.cpu()))
         self._train_s += time.perf_counter() - began
 
     def optimizer_step(self, iteration: int) -> dict[str, float]:
-        """Divide the gradient by the whole batch's denominator and step. A collective.
+        """Step with the gradient of the whole batch; then go over the batch and step again, M times in all. A collective.
 
         Returns:
-            metrics of the batch, the same on all ranks.
+            metrics of the last step, the same on all ranks.
 
         Raises:
             TrainingError: on all ranks, if the gradient is not finite.
         """
         began = time.perf_counter()
-        for name, value in self._tensors.items():
-            self._sums[name] += value.item()
-        total = self.ranks.sum({name: self._sums[name] for name in STATISTICS})
+        metrics = self._step(iteration)
+        gap = metrics["policy/engine_logprob_gap"]  # before any step: later it would be the policy's own change
+        for _ in range(1, self.config.algorithm.updates_per_batch):
+            for batch, old in self._kept:
+                self._backward(batch, old)
+            metrics = self._step(iteration)
+        mine = {"s": self._train_s + time.perf_counter() - began}
+        slowest, mean = self.ranks.max(mine)["s"], self.ranks.sum(mine)["s"] / self.ranks.size
+        self._start_batch()
+        return metrics | {"policy/engine_logprob_gap": gap, "time/train_s": slowest, "time/mean_train_s": mean}
+
+    def _step(self, iteration: int) -> dict[str, float]:
+        """Divide the gradient by the whole batch's denominator and step."""
+        sums = self._totals | {name: value.item() for name, value in self._sums.items()} | {"trained_tokens": self._trained_tokens}
+        total = self.ranks.sum({name: sums[name] for name in STATISTICS})
         algorithm = self.config.algorithm
         divisor = denominator(
             algorithm.normalizer,
@@ -71,18 +88,17 @@ class Trainer:
         )
         lr = learning_rate(self.config.optimizer, iteration, self.config.iterations)
         norm = self.optimizer.step(lr=lr, divisor=divisor)
-        slowest = self.ranks.max({"train_s": self._train_s + time.perf_counter() - began})
-        self._start_batch()
+        self._start_sums()
         trained = total["trained_tokens"] or math.nan  # no token trained, no mean
         return {
             "policy/loss": total["loss"] / divisor,
             "policy/kl": total["kl"] / trained,
             "policy/entropy": total["entropy"] / trained,
             "policy/engine_logprob_gap": total["gap"] / trained,
+            "policy/clipped_frac": total["clipped"] / trained,
             "policy/trained_groups": total["trained_groups"],
             "optimizer/lr": lr,
             "optimizer/gradient_norm": norm,
-            "time/train_s": slowest["train_s"],
         }
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -97,26 +113,43 @@ class Trainer:
         batch = pack([group], normalize_std=False).to(self.ranks.device)
         return response_logprobs(self.model, batch, temperature=1.0)[0][: len(ids) - 1].cpu()
 
-    def _loss(self, batch: MicroBatch) -> Tensor:
-        """The sum of weighted token losses; also adds up the statistics (without moving them off the device)."""
-        algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
+    def _backward(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
+        """Add the gradient of the summed, weighted token losses, and the statistics (without moving them off the device).
+
+        Args:
+            old: [N] log-probs under the weights that the iteration began with; None in the first pass, when they are the policy's own.
+
+        Returns:
+            `old`, [N].
+        """
+        batch, algorithm, temperature = batch.to(self.ranks.device), self.config.algorithm, self.config.rollout.temperature
         logp, entropy = response_logprobs(self.model, batch, temperature=temperature)  # [N], [N]
-        old = logp.detach()  # one update per batch: the policy that sampled is the policy itself
-        loss = policy_loss(logp, old, batch.advantages[batch.owner], clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+        if old is None:
+            old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logp.detach()
+        old, advantages = old.to(self.ranks.device), batch.advantages[batch.owner]  # [N], [N]
+        clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+        loss = policy_loss(logp, old, advantages, **clip)
         if self.reference is not None:
             with torch.no_grad():
                 reference, _ = response_logprobs(self.reference, batch, temperature=temperature)
             kl = kl_k3(logp, reference)
             loss = loss + algorithm.kl_coef * kl
-            self._tensors["kl"] += kl.detach().sum()
+            self._sums["kl"] += kl.detach().sum()
         weighted = (loss * token_weights(batch.lengths, batch.owner, algorithm.normalizer)).sum()
-        self._tensors["loss"] += weighted.detach()
-        self._tensors["entropy"] += entropy.sum()
-        self._tensors["gap"] += (old - batch.engine_logprobs).abs().sum()
-        self._sums["trained_tokens"] += len(old)
-        return weighted
+        weighted.backward()
+        self._sums["loss"] += weighted.detach()
+        self._sums["entropy"] += entropy.sum()
+        self._sums["gap"] += (logp.detach() - batch.engine_logprobs).abs().sum()
+        self._sums["clipped"] += clipped(logp.detach(), old, advantages, **clip).sum()
+        self._trained_tokens += len(old)
+        return old
 
     def _start_batch(self) -> None:
-        self._sums: defaultdict[str, float] = defaultdict(float)
-        self._tensors = {name: torch.zeros((), device=self.ranks.device) for name in ("loss", "kl", "entropy", "gap")}
+        self._totals = {"responses": 0.0, "tokens": 0.0, "trained_groups": 0.0}
+        self._kept: list[tuple[MicroBatch, Tensor]] = []  # for further passes: micro-batches and their old log-probs
         self._train_s = 0.0
+        self._start_sums()
+
+    def _start_sums(self) -> None:
+        self._trained_tokens = 0
+        self._sums = {name: torch.zeros((), device=self.ranks.device) for name in ("loss", "kl", "entropy", "gap", "clipped")}

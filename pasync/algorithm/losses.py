@@ -27,8 +27,14 @@ def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low:
         [N] losses, to be weighted and summed.
     """
     ratio = torch.exp(logp - old_logp)  # [N]
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -torch.minimum(ratio * advantages, clipped * advantages)
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -torch.minimum(ratio * advantages, bounded * advantages)
+
+
+def clipped(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """[N] bool: tokens without gradient because their ratio has left the range on the side that their advantage pushes to."""
+    ratio = torch.exp(logp - old_logp)  # [N]
+    return torch.where(advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0))
 
 
 def kl_k3(logp: Tensor, reference_logp: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ Nothing has to be saved to resume: iteration t has the same prompts in every run
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,8 @@ class Prompt:
     """The same before tokenization, for rewards and logs."""
     sample: Row
     """The whole row, for rewards."""
+    max_tokens: int | None = None
+    """The row's own longest response."""
 
 
 class PromptStream:
@@ -58,8 +61,15 @@ class PromptStream:
         positions = range(t * self.batch_groups, (t + 1) * self.batch_groups)
         return [self._train[epoch_order(self.seed, p // len(self), len(self))[p % len(self)]] for p in positions]
 
+    def refill(self, t: int) -> Iterator[Prompt]:
+        """More prompts for iteration t, should some of its batch be of no use: all that are not in the batch, in an order of their own."""
+        batch = {prompt.index for prompt in self.batch(t)}
+        order = np.random.default_rng((self.seed, t, len(self))).permutation(len(self)).tolist()
+        yield from (self._train[i] for i in order if self._train[i].index not in batch)
+
     def _build(self, key: str, dataset: DatasetConfig) -> list[Prompt]:
-        prompts = [self._prompt(i, row) for i, row in enumerate(load_rows(key, dataset))]
+        limits = dataset.max_tokens_column
+        prompts = [self._prompt(i, row, row_limit(key, limits, row)) for i, row in enumerate(load_rows(key, dataset))]
         limit = self._data.max_prompt_tokens
         long = [p for p in prompts if len(p.ids) > limit]
         if long:
@@ -70,7 +80,7 @@ class PromptStream:
             )
         return prompts
 
-    def _prompt(self, index: int, row: Row) -> Prompt:
+    def _prompt(self, index: int, row: Row, max_tokens: int | None) -> Prompt:
         text = fill(self._data, row)
         if self._data.chat:
             text = self._chat(text)
@@ -79,7 +89,7 @@ class PromptStream:
             ids.pop()  # some tokenizers close every text; the response must continue it
         if not ids:
             raise ConfigError(f"data.template={self._data.template}: row {index} gives an empty prompt, at least one token is needed")
-        return Prompt(index, tuple(ids), text, row)
+        return Prompt(index, tuple(ids), text, row, max_tokens)
 
     def _chat(self, text: str) -> str:
         """The text of the whole conversation; it spells its own special tokens, BOS included."""
@@ -88,6 +98,16 @@ class PromptStream:
         messages = [{"role": "system", "content": self._data.system}] if self._data.system is not None else []
         messages.append({"role": "user", "content": text})
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+def row_limit(key: str, column: str | None, row: Row) -> int | None:
+    """The row's own longest response, if the data set has them. Raises ConfigError if the column is missing or no positive integer."""
+    if column is None:
+        return None
+    value = row.get(column)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key}.max_tokens_column={column}: must hold positive integers, a row has {value!r}{nearest(column, row)}")
+    return value
 
 
 def fill(data: DataConfig, row: Row) -> str:

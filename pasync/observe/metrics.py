@@ -12,17 +12,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from pasync.messages import Group
 from pasync.observe.console import progress, say
+from pasync.observe.trace import drop_lines
 
 METRICS = {
     "iteration": "number of the iteration, from 0; the last line only evaluates the final weights",
-    "policy/version": "version of the weights that sampled this batch (equals iteration: on-policy)",
+    "policy/version": "version of the weights that the iteration began with",
+    "policy/lag": "optimizer steps between the weights that sampled this batch and these: 0 is on-policy",
     "policy/loss": "divided loss of the batch",
     "policy/kl": "k3 estimate of KL to the starting model, mean over trained tokens (0 without reference, null if none)",
     "policy/entropy": "entropy of the sampling distribution in nats, mean over trained tokens (null if none)",
     "policy/engine_logprob_gap": "mean |trainer - server| log-prob over trained tokens (null if none)",
+    "policy/clipped_frac": "share of trained tokens whose ratio was clipped, in the last update of the batch",
     "policy/probe_gap": "the same on the probe sequence, after the sync",
     "policy/trained_groups": "groups with a gradient (unequal rewards)",
     "optimizer/lr": "learning rate of the step",
@@ -30,6 +34,7 @@ METRICS = {
     "reward/mean": "mean reward of all responses of the batch",
     "reward/std": "standard deviation of the same",
     "reward/equal_frac": "share of groups whose rewards are all equal",
+    "reward/refilled_groups": "extra prompts sampled for these (algorithm.filter_zero_variance=refill)",
     "reward/errors": "responses whose reward function failed (scored 0)",
     "reward/timeouts": "of these, killed after rewards.timeout_s",
     "response/mean_tokens": "mean length",
@@ -42,10 +47,14 @@ METRICS = {
     "time/generate_s": "T_g: from submission of the batch to its last group",
     "time/train_s": "T_t: time in forward, backward and optimizer step (slowest rank)",
     "time/sync_s": "s: sending the weights, acknowledgements and probe",
+    "time/mean_train_s": "the same, mean over ranks",
     "time/first_group_wait_s": "from submission to the first group",
+    "time/between_waits_s": "rank 0 waited for later groups",
     "time/tail_s": "training left when the last group had arrived, optimizer step included",
     "time/ideal_s": "max(T_g, T_t) + s",
     "time/of_ideal_frac": "ideal / step: 1 is perfect overlap",
+    "time/rank_idle_frac": "share of the step in which a rank did not compute, mean over ranks",
+    "time/server_idle_frac": "share of the step in which a server had no group, mean over servers",
     "time/eval_s": "evaluation before this iteration",
     "throughput/tpspd": "(prompt + response tokens) / (step seconds x devices)",
     "throughput/response_tpspd": "response tokens / (step seconds x devices)",
@@ -70,28 +79,57 @@ def batch_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
-def step_times(*, sync_s: float, train_s: float, submitted: float, arrivals: list[float], finished: float) -> dict[str, float]:
+class Times(NamedTuple):
+    """Unix times of one iteration."""
+
+    began: float
+    submitted: float
+    """When the batch was handed to the servers (in `one_step_off` an iteration earlier)."""
+    arrivals: list[float]
+    """Of each group."""
+    finished: float
+    """The optimizer step's end."""
+
+
+def step_times(
+    times: Times, *, sync_s: float, eval_s: float, train_s: float, mean_train_s: float, waits_s: list[float]
+) -> dict[str, float]:
     """Where the time of one iteration went.
 
-    ideal = max(T_g, T_t) + s;  step = s + (finished - submitted)
+    ideal = max(T_g, T_t) + s;  step = finished - began, without evaluation
 
     Args:
-        sync_s, train_s: seconds of weight sync and of training.
-        submitted, arrivals, finished: unix times of submission, of each group's arrival, and of the optimizer step's end.
+        sync_s, eval_s: seconds of weight sync and of evaluation.
+        train_s, mean_train_s: seconds of training, of the slowest rank and the mean.
+        waits_s: rank 0's waits for groups.
     """
-    generate_s = max(arrivals) - submitted
-    step_s = sync_s + finished - submitted
+    generate_s = max(times.arrivals) - times.submitted
+    step_s = times.finished - times.began - eval_s
     ideal_s = max(generate_s, train_s) + sync_s
     return {
         "time/step_s": step_s,
         "time/generate_s": generate_s,
         "time/train_s": train_s,
+        "time/mean_train_s": mean_train_s,
         "time/sync_s": sync_s,
-        "time/first_group_wait_s": min(arrivals) - submitted,
-        "time/tail_s": finished - max(arrivals),
+        "time/first_group_wait_s": min(times.arrivals) - times.submitted,
+        "time/between_waits_s": sum(waits_s[1:]),
+        "time/tail_s": times.finished - max(*times.arrivals, times.began),
         "time/ideal_s": ideal_s,
         "time/of_ideal_frac": ideal_s / step_s,
+        "time/rank_idle_frac": 1 - mean_train_s / step_s,
     }
+
+
+def idle_share(groups: list[Group], servers: int, step_s: float) -> float:
+    """Share of the step in which a server had no group, mean over servers."""
+    busy_s = 0.0
+    for server in range(servers):
+        until = 0.0
+        for began, ended in sorted((g.started, g.finished) for g in groups if g.server == server):
+            busy_s += max(0.0, ended - max(began, until))
+            until = max(until, ended)
+    return 1 - busy_s / (servers * step_s)
 
 
 class RunLog:
@@ -105,7 +143,7 @@ class RunLog:
     def __init__(self, run: Path, iterations: int, devices: int, first: int) -> None:
         self.path, self.iterations, self.devices = run / "metrics.jsonl", iterations, devices
         self._values: dict[str, float] = {}
-        _drop_lines(self.path, first)
+        drop_lines(self.path, first)
 
     def add(self, values: dict[str, float]) -> None:
         """Add numbers to this iteration's line."""
@@ -121,8 +159,8 @@ class RunLog:
         self._values[key] = self._values.get(key, 0.0) + time.perf_counter() - began
 
     def value(self, key: str) -> float:
-        """A number added before."""
-        return self._values[key]
+        """A number added before; 0 if it was not."""
+        return self._values.get(key, 0.0)
 
     def write(self, iteration: int) -> None:
         """Append the line of this iteration and show it."""
@@ -161,18 +199,14 @@ def _console_line(line: dict[str, float | None], iterations: int) -> str:
         value = line.get(key)
         if value is not None:
             parts.append(text.format(value))
+    if line.get("policy/lag"):
+        parts.append(f"OFF-POLICY by {line['policy/lag']}")
     return "  ".join(parts)
 
 
 def _finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def _drop_lines(path: Path, first: int) -> None:
-    if path.exists():
-        kept = [text for text in path.read_text(encoding="utf-8").splitlines() if json.loads(text)["iteration"] < first]
-        path.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
 
 
 def table() -> str:

@@ -1,10 +1,11 @@
 """Data parallelism by ZeRO-1: every rank holds the whole model, each owns a slice of the optimizer.
 
-    backward --hook--> fp32 sum of gradients [W, n]   (no collective inside a batch, so ranks may do different amounts of work)
+    backward --hook--> sum of gradients [W n]   (no collective inside a batch, so ranks may do different amounts of work)
     end of batch:  reduce-scatter -> my slice [n] -> divide once -> clip -> AdamW on fp32 master slice -> all-gather -> model
 
-All parameters lie one after the other in one flat vector, cut into W equal slices (arXiv 1910.02054, stage 1).
-Letters: W ranks, n numbers of a slice.
+All parameters lie one after the other in one flat vector, cut into W equal slices (arXiv 1910.02054, stage 1). Slices are whole
+blocks, and the norm is added up block by block, so that it does not depend on the number of ranks. Letters: W ranks, n numbers of a
+slice.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ from torch import Tensor, nn
 from pasync import device as devices
 from pasync.config import OptimizerConfig
 from pasync.errors import TrainingError
+from pasync.parallel.accumulate import ExactSum, FloatSum
 from pasync.parallel.ranks import Ranks
+
+BLOCK = 4096
 
 
 class ShardedAdamW:
-    """Collects float32 gradient sums from every backward pass and steps once per batch.
+    """Adds up gradients from every backward pass and steps once per batch.
 
-    Parameters may be stored in any type; the master copy, both moments and the gradient sum are float32.
+    Parameters may be stored in any type; the master copy and both moments are float32.
+
+    Args:
+        exact: add up gradients exactly (see `parallel.accumulate`).
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, ranks: Ranks) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, ranks: Ranks, *, exact: bool = False) -> None:
         self.parameters, self.ranks, self.clip_norm = list(parameters), ranks, config.clip_norm
         self.num_parameters = sum(p.numel() for p in self.parameters)
-        self.slice_size = math.ceil(self.num_parameters / ranks.size)
-        self.gradient = torch.zeros(ranks.size * self.slice_size, device=ranks.device)  # [W n]
+        self.slice_size = math.ceil(self.num_parameters / (ranks.size * BLOCK)) * BLOCK
+        self.gradient = (ExactSum if exact else FloatSum)(ranks.size * self.slice_size, ranks)
         start = ranks.rank * self.slice_size
-        flat = torch.zeros_like(self.gradient)
+        flat = torch.zeros(ranks.size * self.slice_size, device=ranks.device)  # [W n]
         at = 0
         for p in self.parameters:
             flat[at : at + p.numel()] = p.detach().flatten()
@@ -61,10 +68,8 @@ class ShardedAdamW:
         Raises:
             TrainingError: on all ranks, if the gradient is not finite; weights are unchanged then.
         """
-        gradient = self._my_slice().div_(divisor)  # [n]
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square().cpu()
-        dist.all_reduce(square)
-        norm = square.sqrt().item()
+        gradient = self.gradient.reduce(divisor)  # [n]
+        norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient's norm is {norm}; the weights of the last finished iteration are unchanged")
         gradient.mul_(min(1.0, self.clip_norm / (norm + 1e-6)))
@@ -73,7 +78,7 @@ class ShardedAdamW:
         self.adamw.step()
         self.master.grad = None
         self.write_parameters()
-        self.gradient.zero_()
+        self.gradient.clear()
         return norm
 
     @torch.no_grad()
@@ -81,7 +86,7 @@ class ShardedAdamW:
         """Copy the master weights of all ranks into the model. A collective."""
         flat = self.master.detach().to(self.parameters[0].dtype)  # [n]
         if self.ranks.size > 1:
-            mine, flat = flat, torch.empty(len(self.gradient), dtype=flat.dtype, device=flat.device)  # [W n]
+            mine, flat = flat, torch.empty(self.ranks.size * self.slice_size, dtype=flat.dtype, device=flat.device)  # [W n]
             dist.all_gather_into_tensor(flat, mine)
         at = 0
         for p in self.parameters:
@@ -116,17 +121,17 @@ class ShardedAdamW:
     def _adder(self, at: int) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.gradient[at : at + parameter.numel()] += parameter.grad.flatten()
+            self.gradient.add(at, parameter.grad)
             parameter.grad = None
 
         return add
 
-    def _my_slice(self) -> Tensor:
-        if self.ranks.size == 1:
-            return self.gradient
-        mine = torch.empty(self.slice_size, device=self.ranks.device)
-        dist.reduce_scatter_tensor(mine, self.gradient)
-        return mine
+    def _norm(self, gradient: Tensor) -> float:
+        """Norm over all ranks' slices. fsum rounds once, so nothing depends on how blocks were spread."""
+        squares = torch.linalg.vector_norm(gradient.view(-1, BLOCK), dim=1, dtype=torch.float64).square().cpu()  # [n / BLOCK]
+        parts = [torch.empty_like(squares) for _ in range(self.ranks.size)]
+        dist.all_gather(parts, squares)
+        return math.sqrt(math.fsum(torch.cat(parts).tolist()))
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:

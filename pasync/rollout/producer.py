@@ -5,7 +5,8 @@
       next_group()   <--queue-----   check, drop late ones         <-------   GroupDone
 
 The whole batch is submitted at once and `submit` returns at once; groups come back in the order in which they finish. Servers
-pull: one gets a group only while it has credit. A failure of any server is raised by every later call, with its cause.
+pull: what one gets when depends on its free slots (see admission.py). A failure of any server is raised by every later call, with
+its cause.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+import msgspec
 
 from pasync.config import Config
 from pasync.data.prompts import Prompt
 from pasync.errors import PasyncError, RolloutError, error_named
 from pasync.messages import (
     Failed,
+    Freed,
     Generate,
     Group,
     GroupDone,
@@ -37,6 +40,7 @@ from pasync.messages import (
     int_bytes,
 )
 from pasync.observe.console import progress
+from pasync.rollout.admission import Lengths, Load, choose, order
 from pasync.transport.channel import ServerChannel
 
 log = logging.getLogger(__name__)
@@ -46,11 +50,23 @@ log = logging.getLogger(__name__)
 class Server:
     """What the producer thread knows of one server."""
 
-    credits: int
-    """Responses it can take on now."""
+    free: int
+    """Responses it could start now; negative if some wait for a slot."""
     last_heard: float
-    working_on: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(version, group id) of the groups it was given and has not answered, with their responses."""
+    working_on: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(version, group id) of the groups it was given and has not answered, with their expected tokens."""
+
+    @property
+    def load(self) -> Load:
+        return Load(self.free, len(self.working_on), sum(self.working_on.values()))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A group to be sampled."""
+
+    message: Generate
+    expected_tokens: float
 
 
 class RolloutProducer:
@@ -71,9 +87,12 @@ class RolloutProducer:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: queue.SimpleQueue[tuple[Group, float]] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[str, ToTrainer]] = queue.SimpleQueue()
+        self._lengths = Lengths()
+        self._prompts: list[Prompt] = []  # of the batch submitted last, by group id
+        self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
         self._servers: dict[str, Server] = {}  # from here on: the producer thread only
-        self._pending: deque[Generate] = deque()
+        self._pending: list[Task] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
 
@@ -96,13 +115,15 @@ class RolloutProducer:
 
     def submit(self, prompts: list[Prompt], version: int, sampling: Sampling) -> None:
         """Hand over a whole batch; group i belongs to prompts[i]. Returns at once."""
-        tasks = [
-            Generate(version=version, group_id=i, prompt_ids=int_bytes(p.ids), prompt=p.text, sample=p.sample, sampling=sampling)
-            for i, p in enumerate(prompts)
-        ]
+        self.taken, self._prompts, self._version, self._sampling = [], [], version, sampling
+        self.extend(prompts)
+
+    def extend(self, prompts: list[Prompt]) -> None:
+        """Add prompts to the batch submitted last; the numbers of their groups go on. Returns at once."""
+        tasks = [self._task(i, p) for i, p in enumerate(prompts, len(self._prompts))]
+        self._prompts += prompts
         self.in_flight += len(tasks)
-        self.taken = []
-        self._command(lambda: self._pending.extend(tasks))
+        self._command(lambda: self._enqueue(tasks))
 
     def next_group(self, version: int, *, wait: bool = True) -> Group | None:
         """The next finished group, in completion order.
@@ -120,15 +141,8 @@ class RolloutProducer:
             raise RolloutError(f"group {group.group_id} was sampled by version {group.version} in iteration {version}: off-policy")
         self.in_flight -= 1
         self.taken.append(item)
+        self._lengths.learn(self._prompts[group.group_id], group)
         return group
-
-    def wait_complete(self) -> None:
-        """Wait until every submitted group is ready to be taken (`schedule: sync`)."""
-        held: list[tuple[Group, float]] = []
-        while len(held) < self.in_flight:
-            held.append(self._await_group())
-        for item in held:
-            self._groups.put(item)
 
     def require_idle(self) -> None:
         """Raise RolloutError if any group is in flight: weights must not change under it."""
@@ -160,6 +174,13 @@ class RolloutProducer:
     def failure(self, *, wait_s: float) -> Exception | None:
         """The failure of a server, if there is one or one is noticed within `wait_s`."""
         return self._failure if self._failed.wait(wait_s) else None
+
+    def _task(self, group_id: int, prompt: Prompt) -> Task:
+        sampling = self._sampling
+        if prompt.max_tokens:
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_tokens))
+        message = Generate(self._version, group_id, int_bytes(prompt.ids), prompt.text, prompt.sample, sampling)
+        return Task(message, self._lengths.expect(prompt, sampling.max_tokens))
 
     def _await_servers(self) -> None:
         end = time.monotonic() + self.config.rollout.start_s
@@ -220,15 +241,18 @@ class RolloutProducer:
         if isinstance(message, Hello):
             if server not in self.names:
                 raise RolloutError(f"an unknown server joined: {server}")
-            self._servers[server] = Server(credits=message.credits, last_heard=now)
+            self._servers[server] = Server(free=message.credits, last_heard=now)
             self._replies.put((server, message))
             return
         if server not in self._servers:
             return  # a heartbeat before its Hello
         self._servers[server].last_heard = now
         match message:
-            case GroupDone(group=group):
+            case GroupDone(group=group, freed=freed):
+                self._servers[server].free += freed
                 self._collect(self._servers[server], group)
+            case Freed(responses=freed):
+                self._servers[server].free += freed
             case Failed(error=name, message=text):
                 raise error_named(name, f"{server}: {text}")
             case Heartbeat():
@@ -241,19 +265,27 @@ class RolloutProducer:
         if key not in server.working_on:
             log.warning("dropped group %s that nobody waits for", key)
             return
-        server.credits += server.working_on.pop(key)
+        del server.working_on[key]
         self._groups.put((group, time.time()))
 
+    def _enqueue(self, tasks: list[Task]) -> None:
+        pending = self._pending + tasks
+        self._pending = [pending[i] for i in order(self.config.rollout.admission, [task.expected_tokens for task in pending])]
+
     def _dispatch(self) -> None:
+        names = list(self._servers)
         while self._pending:
-            name, server = max(self._servers.items(), key=lambda item: item[1].credits)
-            task, size = self._pending[0], self._pending[0].sampling.num_responses
-            if server.credits < size:
+            task = self._pending[0]
+            size = task.message.sampling.num_responses
+            loads = [server.load for server in self._servers.values()]
+            chosen = choose(self.config.rollout.admission, loads, size, len(self._pending))
+            if chosen is None:
                 return
-            self._pending.popleft()
-            server.credits -= size
-            server.working_on[task.version, task.group_id] = size
-            self._channel.send(name, task)
+            server = self._servers[names[chosen]]
+            server.free -= size
+            server.working_on[task.message.version, task.message.group_id] = task.expected_tokens
+            self._channel.send(names[chosen], task.message)
+            del self._pending[0]
 
     def _check_silence(self) -> None:
         limit = self.config.rollout.silence_s

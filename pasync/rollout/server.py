@@ -2,8 +2,8 @@
 
     trainer --Generate--> K requests to the engine --each response--> reward process --all K--> GroupDone --> trainer
 
-Everything runs on one asyncio loop. The server has credit for max_num_seqs responses, that is floor(max_num_seqs / K) groups at once, so
-that groups finish early rather than all together (group-first); the trainer sends more only when a group is done.
+Everything runs on one asyncio loop. The engine samples max_num_seqs responses at once; the server says when slots become free, and the
+trainer decides what it gets next (admission.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pasync.config import Config
 from pasync.errors import RolloutError
 from pasync.messages import (
     Failed,
+    Freed,
     Generate,
     Group,
     GroupDone,
@@ -57,6 +58,7 @@ class RolloutServer:
         self.config, self.index, self.engine, self.channel = config, index, engine, channel
         self.rewards, self.tokenizer = rewards, tokenizer
         self.version = -1
+        self._freed = 0  # responses that ended and were not reported yet
 
     async def run(self) -> None:
         """Serve until Stop. Any failure is told to the trainer and raised."""
@@ -98,8 +100,9 @@ class RolloutServer:
         responses = await asyncio.gather(*(self._respond(task, k) for k in range(task.sampling.num_responses)))
         if task.version != self.version:
             raise RolloutError(f"weights changed from version {task.version} to {self.version} while group {task.group_id} was sampled")
-        group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time())
-        await self.channel.send(GroupDone(group=group))
+        group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time(), self.index)
+        freed, self._freed = self._freed, 0
+        await self.channel.send(GroupDone(group, freed))
 
     async def _respond(self, task: Generate, k: int) -> Response:
         ids, logprobs, ended = await self.engine.sample(
@@ -108,11 +111,19 @@ class RolloutServer:
             max_tokens=task.sampling.max_tokens,
             request=f"{task.version}-{task.group_id}-{k}-{time.monotonic_ns()}",
         )
+        await self._free_slot(task.sampling.num_responses)
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
         reward, error = 0.0, ""
         if ended or not self.config.rewards.truncated_is_wrong:
             reward, error = await self.rewards.score(task.prompt, text, ids, task.sample)
         return Response(int_bytes(ids), float_bytes(logprobs), text, ended, reward, error)
+
+    async def _free_slot(self, enough: int) -> None:
+        """Count an ended response; tell the trainer once there is room for a whole group."""
+        self._freed += 1
+        if self._freed >= enough:
+            freed, self._freed = self._freed, 0
+            await self.channel.send(Freed(freed))
 
     async def _join(self, message: Join) -> None:
         await self.engine.join(msgspec.to_builtins(message))

@@ -14,9 +14,9 @@ from harness import ROOT, TINY, completed, finish, gone_within, metrics, start
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pasync.config import load
-from pasync.messages import unpack_groups
+from pasync.configfile import load
 from pasync.observe.metrics import METRICS
+from pasync.rollout.recording import read_recording
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
@@ -62,7 +62,7 @@ def test_a_run_leaves_what_is_promised_and_nothing_alive(recorded):
     assert load(recorded / "config.yaml").iterations == 4
     assert gone_within(recorded, 5)
     for version in range(4):
-        groups = unpack_groups((recorded / "rollouts" / f"iteration-{version:05d}.msgpack").read_bytes())
+        groups = read_recording(recorded, version).groups
         assert sorted(g.group_id for g in groups) == list(range(8)) and {g.version for g in groups} == {version}
         assert all(len(g.responses) == 4 for g in groups)
 

@@ -12,7 +12,8 @@ import torch
 from harness import ROOT, free_port, gone_within
 
 from pasync import device as devices
-from pasync.config import Config, load, save
+from pasync.config import Config
+from pasync.configfile import load, save
 from pasync.data.prompts import Prompt
 from pasync.errors import WeightSyncError
 from pasync.messages import Group, Sampling, ints

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pasync.config import load, save
+from pasync.configfile import load, save
 from pasync.errors import ConfigError
 
 MINIMAL = """

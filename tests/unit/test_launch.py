@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pasync.cause import Exit, find_cause, rank_exits
-from pasync.config import load
+from pasync.configfile import load
 from pasync.processes import all_in_run, kill_run
 
 ROOT = Path(__file__).parents[2]

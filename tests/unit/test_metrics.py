@@ -5,7 +5,7 @@ import pytest
 from groups import make_group
 
 from pasync.messages import Group, Response
-from pasync.observe.metrics import METRICS, RunLog, batch_metrics, read_metrics, step_times
+from pasync.observe.metrics import METRICS, RunLog, Times, batch_metrics, idle_share, read_metrics, step_times
 
 
 def test_batch_metrics_count_prompts_once_per_response_and_failed_rewards_as_zero():
@@ -20,9 +20,17 @@ def test_batch_metrics_count_prompts_once_per_response_and_failed_rewards_as_zer
 
 
 def test_step_times_follow_their_definitions():
-    times = step_times(sync_s=1.0, train_s=6.0, submitted=100.0, arrivals=[102.0, 108.0, 105.0], finished=111.0)
+    clock = Times(began=98.5, submitted=100.0, arrivals=[102.0, 108.0, 105.0], finished=111.0)
+    times = step_times(clock, sync_s=1.0, eval_s=0.5, train_s=6.0, mean_train_s=4.5, waits_s=[2.0, 0.3, 0.5])
     assert times["time/generate_s"] == 8.0 and times["time/step_s"] == 12.0 and times["time/ideal_s"] == 9.0
     assert times["time/first_group_wait_s"] == 2.0 and times["time/tail_s"] == 3.0 and times["time/of_ideal_frac"] == 0.75
+    assert times["time/between_waits_s"] == 0.8 and times["time/rank_idle_frac"] == 1 - 4.5 / 12
+
+
+def test_a_server_is_idle_when_it_has_no_group():
+    spans = [(0, 1.0, 3.0), (0, 2.0, 4.0), (0, 6.0, 7.0), (1, 0.0, 8.0), (1, 2.0, 3.0)]
+    groups = [Group(0, i, b"", [], began, ended, server) for i, (server, began, ended) in enumerate(spans)]
+    assert idle_share(groups, 2, 10.0) == pytest.approx(1 - (4 + 8) / 20)
 
 
 def test_lines_hold_described_keys_and_nan_becomes_null(tmp_path):

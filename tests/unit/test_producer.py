@@ -10,12 +10,14 @@ import zmq
 from groups import make_group
 from workers import free_port
 
-from pasync.config import Config, load
+from pasync.config import Config
+from pasync.configfile import load
 from pasync.data.prompts import Prompt
 from pasync.errors import RolloutError
 from pasync.messages import (
     WIRE_VERSION,
     Failed,
+    Freed,
     Generate,
     Group,
     GroupDone,
@@ -41,6 +43,10 @@ def config(tmp_path: Path, *overrides: str, servers: int = 1) -> Config:
     return load(tmp_path / "c.yaml", [f"rollout.servers={servers}", *overrides])
 
 
+def finished(task: Generate, length: int = 2) -> Group:
+    return make_group(np.random.default_rng(task.group_id), 3, [2, length], group_id=task.group_id, version=task.version)
+
+
 class ScriptedServer:
     """One DEALER on a thread of its own: says hello, keeps what it is told, and sends what the test asks for."""
 
@@ -60,8 +66,7 @@ class ScriptedServer:
         return message
 
     def finish(self, task: Generate) -> None:
-        group = make_group(np.random.default_rng(task.group_id), 3, [2, 2], group_id=task.group_id, version=task.version)
-        self.send(pack(GroupDone(group=group)))
+        self.send(pack(GroupDone(finished(task), task.sampling.num_responses)))
 
     def close(self) -> None:
         self._done.set()
@@ -96,21 +101,23 @@ def take(producer: RolloutProducer, version: int = 0) -> Group:
     return group
 
 
-def test_groups_come_back_in_completion_order_and_credit_is_kept(tmp_path, address):
+def test_groups_come_back_in_completion_order_and_no_more_than_one_waits_for_slots(tmp_path, address):
     server = ScriptedServer(address, 0, credits=4)
     with RolloutProducer(config(tmp_path), address) as producer:
-        producer.submit(prompts(3), 0, SAMPLING)
-        first, second = server.next(Generate), server.next(Generate)
+        producer.submit(prompts(4), 0, SAMPLING)
+        first, second, waiting = (server.next(Generate) for _ in range(3))
         server.send(pack(Heartbeat()))
         with pytest.raises(queue.Empty):
-            server.told.get(timeout=0.3)  # no third group without credit
-        server.finish(second)
-        assert take(producer).group_id == second.group_id
-        third = server.next(Generate)
-        for task in (third, first):
-            server.finish(task)
-        assert [take(producer).group_id for _ in range(2)] == [third.group_id, first.group_id]
-        assert producer.in_flight == 0 and len(producer.taken) == 3
+            server.told.get(timeout=0.3)  # a fourth group would be the second to wait
+        server.send(pack(Freed(1)))
+        with pytest.raises(queue.Empty):
+            server.told.get(timeout=0.3)
+        server.send(pack(Freed(1)))  # the waiting group has its slots now
+        fourth = server.next(Generate)
+        for task in (second, waiting, fourth, first):
+            server.send(pack(GroupDone(finished(task), freed=0)))
+        assert [take(producer).group_id for _ in range(4)] == [t.group_id for t in (second, waiting, fourth, first)]
+        assert producer.in_flight == 0 and len(producer.taken) == 4
     assert isinstance(server.next(Stop), Stop)
     server.close()
 
@@ -118,12 +125,37 @@ def test_groups_come_back_in_completion_order_and_credit_is_kept(tmp_path, addre
 def test_credit_counts_responses_so_more_small_groups_fit(tmp_path, address):
     server = ScriptedServer(address, 0, credits=5)
     with RolloutProducer(config(tmp_path), address) as producer:
-        producer.submit(prompts(7), 0, Sampling(1, 0.0, 4))
-        tasks = [server.next(Generate) for _ in range(5)]
+        producer.submit(prompts(8), 0, Sampling(1, 0.0, 4))
+        tasks = [server.next(Generate) for _ in range(6)]
         with pytest.raises(queue.Empty):
             server.told.get(timeout=0.3)
         server.finish(tasks[0])
-        assert server.next(Generate).group_id == 5
+        assert server.next(Generate).group_id == 6
+    server.close()
+
+
+def test_longest_first_hands_out_what_took_long_before_and_keeps_group_numbers(tmp_path, address):
+    server = ScriptedServer(address, 0, credits=100)
+    with RolloutProducer(config(tmp_path, "rollout.max_tokens=50"), address) as producer:
+        asked = [Prompt(i, (i, i), "text", {}) for i in range(3)]
+        producer.submit(asked, 0, Sampling(2, 1.0, 50))
+        for task, length in zip([server.next(Generate) for _ in range(3)], (5, 40, 20), strict=True):
+            server.send(pack(GroupDone(finished(task, length), freed=2)))
+        for _ in asked:
+            take(producer)
+        producer.submit(asked, 1, Sampling(2, 1.0, 50))
+        assert [server.next(Generate).group_id for _ in asked] == [1, 2, 0]
+    server.close()
+
+
+def test_a_row_may_lower_the_longest_response(tmp_path, address):
+    server = ScriptedServer(address, 0, credits=100)
+    with RolloutProducer(config(tmp_path), address) as producer:
+        producer.submit([Prompt(0, (1,), "", {}, 3), Prompt(1, (1,), "", {}, 9)], 0, SAMPLING)
+        assert sorted(server.next(Generate).sampling.max_tokens for _ in range(2)) == [3, 4]
+        producer.extend([Prompt(2, (1,), "", {})])
+        added = server.next(Generate)
+        assert (added.group_id, added.version, producer.in_flight) == (2, 0, 3)
     server.close()
 
 
@@ -136,7 +168,6 @@ def test_groups_are_spread_over_servers_with_free_credit(tmp_path, address):
         for server, pair in zip(servers, tasks, strict=True):
             for task in pair:
                 server.finish(task)
-        producer.wait_complete()
         assert sorted(take(producer).group_id for _ in range(4)) == [0, 1, 2, 3]
         assert producer.next_group(0, wait=False) is None
     for server in servers:

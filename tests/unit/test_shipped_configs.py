@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from pasync.config import DatasetConfig, load
+from pasync.config import DatasetConfig
+from pasync.configfile import load
 from pasync.data.tasks import addition, sorting, write
 from pasync.model.prepare import KNOWN
 

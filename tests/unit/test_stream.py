@@ -7,18 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workers import run_ranks
 
-from pasync.config import Config, load
+from pasync.batch import Batch
+from pasync.config import Config
+from pasync.configfile import load
 from pasync.data.prompts import Prompt
 from pasync.messages import Sampling
 from pasync.parallel.ranks import Ranks
-from pasync.rollout.recording import ReplayProducer, record
+from pasync.rollout.recording import Recording, ReplayProducer, record
 from pasync.stream import share, stream_micro_batches
 
 
 @given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 4), st.integers(1, 100))
 def test_shares_lose_nothing_repeat_nothing_and_keep_to_the_budget(sizes, ranks, budget):
     groups = [make_group(np.random.default_rng(i), n, [0, 0], group_id=i) for i, n in enumerate(sizes)]
-    shares, rest = share(groups, ranks, budget, lambda g: g.num_tokens)
+    shares, rest = share(groups, [0] * ranks, budget, lambda g: g.num_tokens)
     assert sorted(g.group_id for part in [*shares, rest] for g in part) == list(range(len(sizes)))
     assert all(sum(g.num_tokens for g in part) <= budget or len(part) == 1 for part in shares)
     assert not groups or any(shares)
@@ -26,16 +28,22 @@ def test_shares_lose_nothing_repeat_nothing_and_keep_to_the_budget(sizes, ranks,
 
 def test_the_next_largest_group_goes_to_the_least_loaded_rank():
     groups = [make_group(np.random.default_rng(0), n, [0, 0], group_id=n) for n in (3, 9, 5, 4)]
-    shares, rest = share(groups, 2, 100, lambda g: g.num_tokens)
+    shares, rest = share(groups, [0, 0], 100, lambda g: g.num_tokens)
     assert [[g.group_id for g in part] for part in shares] == [[9, 3], [5, 4]] and rest == []
 
 
+def test_a_single_group_goes_to_the_rank_that_had_the_least_so_far():
+    group = make_group(np.random.default_rng(0), 3, [1, 1])
+    assert share([group], [50, 20, 30], 100, lambda g: g.num_tokens) == ([[], [group], []], [])
+
+
 def rounds(ranks: Ranks, run: Path, config: Config) -> list[list[int]]:
-    source = None
+    batch = None
     if ranks.is_first:
-        source = ReplayProducer(run)
+        source = ReplayProducer(config, run)
         source.submit([Prompt(i, (1,), "", {}) for i in range(6)], 0, Sampling(2, 1.0, 4))
-    return [[g.group_id for g in groups] for groups in stream_micro_batches(source, 0, config, ranks)]
+        batch = Batch(source, 0, iter(()), refills=False)
+    return [[g.group_id for g in groups] for groups in stream_micro_batches(batch, config, ranks)]
 
 
 def small_config(folder: Path, schedule: str) -> Config:
@@ -50,7 +58,7 @@ def small_config(folder: Path, schedule: str) -> Config:
 def test_ranks_run_the_same_number_of_micro_batches_and_share_every_group_once(tmp_path, schedule):
     rng = np.random.default_rng(0)
     groups = [make_group(rng, 3, [1 + i, 2], rewards=[0, 1] if i % 3 else [1, 1], group_id=i) for i in range(6)]
-    record(tmp_path, 0, groups)
+    record(tmp_path, 0, Recording(groups, [0.0] * 6))
     first, second = run_ranks(rounds, 2, tmp_path, small_config(tmp_path, schedule))
     assert len(first) == len(second) > 1
     assert sorted(i for part in (*first, *second) for i in part) == list(range(6))

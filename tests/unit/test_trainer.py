@@ -1,4 +1,4 @@
-"""The trainer's gradient against the textbook: the whole batch at once, one padded-free sequence per response, plain autograd."""
+"""The trainer's gradient against the textbook's."""
 
 import os
 from collections.abc import Iterator
@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from groups import make_group
+from textbook import divisor, logprobs, perturbed, small_config, textbook_gradient, textbook_loss
 from transformers import AutoModelForCausalLM
 from workers import free_port
 
-from pasync.config import Config, load
-from pasync.messages import Group
+from pasync.errors import TrainingError
 from pasync.model.tiny import random_model
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.trainer import Trainer
 
-TEMPERATURE, MAX_TOKENS = 0.7, 8
 RNG = np.random.default_rng(3)
 GROUPS = [
     make_group(RNG, 5, [3, 5, 2], rewards=[1, 0, 0], group_id=0),
@@ -41,76 +40,68 @@ def ranks() -> Iterator[Ranks]:
         yield joined
 
 
-def config(folder: Path, model: Path, **algorithm: object) -> Config:
-    (folder / "c.yaml").write_text(
-        f"{{name: t, iterations: 9, model: {{path: {model}, dtype: float32}}, data: {{train: {{source: x}}}}, "
-        f"rollout: {{max_tokens: {MAX_TOKENS}, temperature: {TEMPERATURE}}}, "
-        "algorithm: {batch_groups: 4, group_responses: 3}, optimizer: {lr: 1e-3}}"
-    )
-    return load(folder / "c.yaml", [f"algorithm.{k}={v}" for k, v in algorithm.items()])
-
-
-def perturbed(model: torch.nn.Module) -> torch.nn.Module:
-    """Moves the policy away from the reference, so that the KL term has a gradient."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=generator)
-    return model
-
-
-def logprobs(model: torch.nn.Module, group: Group, k: int) -> torch.Tensor:
-    prompt, response = np.frombuffer(group.prompt_ids, "<i4"), group.responses[k].token_ids
-    ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-    logits = model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def textbook_gradient(model_folder: Path, normalizer: str, kl_coef: float) -> list[torch.Tensor]:
-    policy = perturbed(AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32))
-    reference = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    losses, lengths = [], []
-    for group in GROUPS:
-        rewards = np.array(group.rewards)
-        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        for k, advantage in enumerate(advantages):
-            logp = logprobs(policy, group, k)
-            with torch.no_grad():
-                d = logprobs(reference, group, k)
-            loss = -torch.exp(logp - logp.detach()) * advantage + kl_coef * (torch.exp(d - logp) - (d - logp) - 1)
-            losses.append(loss)
-            lengths.append(len(logp))
-    if normalizer == "sequence":
-        total = torch.stack([loss.mean() if n else loss.sum() for loss, n in zip(losses, lengths, strict=True)]).mean()
-    else:
-        total = torch.cat(losses).sum() / (sum(lengths) if normalizer == "token" else len(losses) * MAX_TOKENS)
-    total.backward()
-    return [p.grad for p in policy.parameters()]
-
-
-def streamed_gradient(trainer: Trainer, rounds: list[list[int]]) -> list[torch.Tensor]:
-    """The accumulated gradient after the given micro-batches, divided as `optimizer_step` would."""
-    for round_ in rounds:
-        trainer.forward_backward([GROUPS[i] for i in round_])
-    divisors = {"sequence": 12, "token": sum(g.num_response_tokens for g in GROUPS), "constant": 12 * MAX_TOKENS}
-    flat = trainer.optimizer.gradient / divisors[trainer.config.algorithm.normalizer]
-    return [part.clone() for part in flat.split([p.numel() for p in trainer.model.parameters()])]
-
-
 @pytest.mark.parametrize("rounds", [[[0, 1, 2, 3]], [[3], [2], [0], [1]], [[1, 3], [], [2, 0]]])
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 @pytest.mark.parametrize("normalizer", ["sequence", "token", "constant"])
 def test_streamed_gradients_equal_the_textbook_in_any_order_and_packing(tmp_path, model, ranks, normalizer, kl_coef, rounds):
-    trainer = Trainer(config(tmp_path, model, normalizer=normalizer, kl_coef=kl_coef), model, ranks)
+    trainer = Trainer(small_config(tmp_path, model, normalizer=normalizer, kl_coef=kl_coef), model, ranks)
     perturbed(trainer.model)
-    ours, oracle = streamed_gradient(trainer, rounds), textbook_gradient(model, normalizer, kl_coef)
-    scale = torch.cat([g.flatten() for g in oracle]).norm()
-    difference = torch.cat([a - b.flatten() for a, b in zip(ours, oracle, strict=True)]).norm()
-    assert scale > 0 and difference / scale < 2e-6  # float32
+    for round_ in rounds:
+        trainer.forward_backward([GROUPS[i] for i in round_])
+    ours = trainer.optimizer.gradient.reduce(divisor(GROUPS, normalizer))[: trainer.optimizer.num_parameters]
+    oracle = textbook_gradient(model, GROUPS, normalizer, kl_coef)
+    assert oracle.norm() > 0 and (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
+
+
+def textbook_steps(model: Path, old: list[torch.Tensor] | None, updates: int, lr: float) -> torch.Tensor:
+    """[parameters] after several AdamW steps on the one batch; `old` as in `textbook_loss`, None for the starting weights' own."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    if old is None:
+        with torch.no_grad():
+            old = [logprobs(policy, group, k) for group in GROUPS for k in range(3)]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    for _ in range(updates):
+        optimizer.zero_grad()
+        textbook_loss(policy, old, policy, GROUPS, "token", 0.0).backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in policy.parameters()])
+
+
+def test_further_updates_of_a_batch_are_ppo_steps_against_the_weights_it_began_with(tmp_path, model, ranks):
+    config = small_config(tmp_path, model, "optimizer.lr=0.02", "optimizer.eps=1e-3", updates_per_batch=3)
+    trainer = Trainer(config, model, ranks)
+    trainer.forward_backward(GROUPS[:1])
+    trainer.forward_backward(GROUPS[1:])
+    metrics = trainer.optimizer_step(0)
+    ours = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    assert torch.allclose(ours.double(), textbook_steps(model, None, 3, 0.02), atol=2e-5)
+    assert not torch.allclose(ours.double(), textbook_steps(model, None, 2, 0.02), atol=2e-3)
+    assert metrics["policy/clipped_frac"] > 0  # so that the ratio mattered
+
+
+def test_one_step_off_corrects_by_the_log_probs_that_the_batch_was_sampled_with(tmp_path, model, ranks):
+    config = small_config(tmp_path, model, "schedule=one_step_off", "optimizer.lr=0.02", "optimizer.eps=1e-3")
+    trainer = Trainer(config, model, ranks)
+    trainer.forward_backward(GROUPS)
+    trainer.optimizer_step(0)
+    ours = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    sampled = [torch.tensor(r.token_logprobs, dtype=torch.float64) for g in GROUPS for r in g.responses]
+    assert torch.allclose(ours.double(), textbook_steps(model, sampled, 1, 0.02), atol=2e-5)
+
+
+def test_exact_sums_refuse_what_they_cannot_hold(tmp_path, model, ranks):
+    trainer = Trainer(small_config(tmp_path, model, "parallel.accumulate=exact"), model, ranks)
+    weight = next(trainer.model.parameters())
+    for value in (1e7, float("nan"), float("inf")):
+        (weight.sum() * value).backward()
+        with pytest.raises(TrainingError, match="do not fit parallel.accumulate=exact"):
+            trainer.optimizer_step(0)
+        trainer.optimizer.gradient.clear()
 
 
 def test_a_batch_of_equal_rewards_changes_nothing(tmp_path, model, ranks):
-    trainer = Trainer(config(tmp_path, model), model, ranks)
+    trainer = Trainer(small_config(tmp_path, model), model, ranks)
     before = [p.clone() for p in trainer.model.parameters()]
     trainer.forward_backward([GROUPS[2]] * 4)
     metrics = trainer.optimizer_step(0)
@@ -119,7 +110,7 @@ def test_a_batch_of_equal_rewards_changes_nothing(tmp_path, model, ranks):
 
 
 def test_statistics_are_means_over_the_trained_tokens(tmp_path, model, ranks):
-    trainer = Trainer(config(tmp_path, model, kl_coef=0.1), model, ranks)
+    trainer = Trainer(small_config(tmp_path, model, kl_coef=0.1), model, ranks)
     trainer.forward_backward(GROUPS[:2])
     metrics = trainer.optimizer_step(0)
     gaps = []
@@ -133,7 +124,7 @@ def test_statistics_are_means_over_the_trained_tokens(tmp_path, model, ranks):
 
 
 def test_sequence_logprobs_are_those_of_the_model_at_temperature_1(tmp_path, model, ranks):
-    trainer = Trainer(config(tmp_path, model), model, ranks)
+    trainer = Trainer(small_config(tmp_path, model), model, ranks)
     ids = [20, 30, 40, 50, 60]
     logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([ids])).logits[0]
     expected = logits[:-1].log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pasync.config import Config, load
+from pasync.config import Config
+from pasync.configfile import load
 from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes
 from pasync.transport.weights import WeightReceiver, WeightSender, plan_buckets, sums

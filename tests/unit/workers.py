@@ -1,9 +1,10 @@
 """Real gloo process groups for tests: run a function of this folder's modules in N spawned processes."""
 
-import io
 import os
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,20 +22,16 @@ def free_port() -> int:
 
 def run_ranks(function: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """`function(ranks, *args)` on every rank; returns their results in rank order. A failing rank fails the test."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
     # As torchrun does: the parent holds the store, so the port cannot be taken by somebody else before the ranks meet.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_entry, (function, size, store.port, results, args), nprocs=size)
-    found = dict(results.get() for _ in range(size))
-    return [torch.load(io.BytesIO(found[rank]), weights_only=False) for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_entry, (function, size, store.port, Path(folder), args), nprocs=size)
+        return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(size)]
 
 
-def _entry(rank: int, function: Callable[..., Any], size: int, port: int, results: Any, args: tuple[Any, ...]) -> None:
+def _entry(rank: int, function: Callable[..., Any], size: int, port: int, results: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with join_ranks("cpu", deadline_s=30) as ranks:
-        saved = io.BytesIO()
-        torch.save(function(ranks, *args), saved)  # by value: a tensor put as it is would die with its process
-        results.put((rank, saved.getvalue()))
+        torch.save(function(ranks, *args), results / str(rank))

@@ -1,0 +1,85 @@
+"""One iteration's groups on their way from the source to the ranks (rank 0 only).
+
+    source --next_group--> [no use? sample another prompt instead] --take--> stream
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from pasync.data.packing import has_gradient
+from pasync.data.prompts import Prompt
+from pasync.messages import Group
+
+
+class GroupSource(Protocol):
+    """Where groups come from: `RolloutProducer` or `ReplayProducer`."""
+
+    in_flight: int
+    taken: list[tuple[Group, float]]
+
+    def extend(self, prompts: list[Prompt]) -> None: ...
+    def next_group(self, version: int, *, wait: bool = True) -> Group | None: ...
+
+
+class Batch:
+    """The batch that was submitted to the source last. Methods belong to rank 0's main thread.
+
+    Refill (dynamic sampling, DAPO, arXiv 2503.14476): each group of equal rewards is left out and one more prompt is sampled for it.
+    The set trained on is the first n prompts among which B are of use, so it does not depend on the order of arrival.
+
+    Args:
+        version: that sampled it.
+        refill: further prompts, at most as many as may be added; empty if groups of equal rewards stay in the batch.
+    """
+
+    def __init__(self, source: GroupSource, version: int, refill: Iterator[Prompt], *, refills: bool) -> None:
+        self.version, self.submitted = version, time.time()
+        self.waits_s: list[float] = []
+        """Each wait for a group, the first one included."""
+        self.refilled = 0
+        self._source, self._refill, self._refills = source, refill, refills
+        self._held: deque[Group] = deque()
+        self._complete = False
+
+    @property
+    def left(self) -> bool:
+        """Whether there may be more to take."""
+        return bool(self._held) or (not self._complete and self._source.in_flight > 0)
+
+    def hold(self) -> None:
+        """Wait until all groups are there and keep them; the source is free for the next batch then."""
+        if not self._complete:
+            while (group := self._next(wait=True)) is not None:
+                self._held.append(group)
+            self.taken, self._complete = self._source.taken, True
+
+    def take(self, *, wait: bool) -> Group | None:
+        """The next group to train on, in the order of arrival; None if there is none any more, or with `wait=False` none yet."""
+        if self._held:
+            return self._held.popleft()
+        return None if self._complete else self._next(wait=wait)
+
+    def arrived(self) -> list[tuple[Group, float]]:
+        """Every group taken so far, those of no use included, with the unix times of arrival."""
+        return self.taken if self._complete else self._source.taken
+
+    def _next(self, *, wait: bool) -> Group | None:
+        while self._source.in_flight:
+            began = time.perf_counter()
+            group = self._source.next_group(self.version, wait=wait)
+            if wait:
+                self.waits_s.append(time.perf_counter() - began)
+            if group is None or not self._refills or has_gradient(group, kl_coef=0.0):
+                return group
+            self._replace()
+        return None
+
+    def _replace(self) -> None:
+        prompt = next(self._refill, None)
+        if prompt is not None:
+            self.refilled += 1
+            self._source.extend([prompt])

@@ -1,0 +1,84 @@
+"""Which group next, and to which server: pure functions of what is known when the question comes up.
+
+    fifo           the whole batch at once, dealt out evenly; the engine's own queue holds what it cannot sample yet
+    group_first    in the order of the batch, a group when its K responses find free slots: groups finish one after the other, so
+                   training starts early
+    longest_first  the same, longest expected first: a long group that starts last would keep servers and ranks waiting
+
+Tail rule of the latter two: a server may hold one group that waits for slots, so that none stays empty; but once fewer groups are
+left than servers, each goes where it can start at once, to the server with the least left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pasync.data.prompts import Prompt
+from pasync.messages import Group
+
+
+@dataclass(frozen=True)
+class Load:
+    """One server at this moment."""
+
+    free: int
+    """Responses it could start to sample now; negative if some wait for a slot."""
+    groups: int
+    """Groups it was given and has not answered."""
+    expected_tokens: float
+    """Expected longest responses of these groups, added up."""
+
+
+def order(admission: str, expected: Sequence[float]) -> list[int]:
+    """In which order to hand out groups.
+
+    Args:
+        expected: expected tokens of the longest response of each group, in the order of the batch.
+
+    Returns:
+        A permutation of range(len(expected)); equals stay in the order of the batch.
+    """
+    positions = range(len(expected))
+    return sorted(positions, key=lambda i: -expected[i]) if admission == "longest_first" else list(positions)
+
+
+def choose(admission: str, loads: Sequence[Load], responses: int, left: int) -> int | None:
+    """The server that gets the next group, or None if it has to wait.
+
+    Args:
+        loads: of every server.
+        responses: K of the group.
+        left: groups that no server has yet, this one included.
+    """
+    servers = range(len(loads))
+    if admission == "fifo":
+        return min(servers, key=lambda i: loads[i].groups, default=None)
+    if left < len(loads):
+        ready = [i for i in servers if loads[i].free >= responses]
+        return min(ready, key=lambda i: loads[i].expected_tokens, default=None)
+    ready = [i for i in servers if loads[i].free >= 0]
+    return max(ready, key=lambda i: loads[i].free, default=None)
+
+
+class Lengths:
+    """What earlier responses say about a prompt's next ones. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, ...], float] = {}
+        self._prompt_tokens = self._longest_tokens = 0
+
+    def expect(self, prompt: Prompt, max_tokens: int) -> float:
+        """Expected tokens of the longest response to a prompt.
+
+        What it was the last time; for a prompt not seen yet, its length times the mean ratio of all that were (1 before the first).
+        """
+        ratio = self._longest_tokens / self._prompt_tokens if self._prompt_tokens else 1.0
+        return min(self._seen.get(prompt.ids, len(prompt.ids) * ratio), prompt.max_tokens or max_tokens, max_tokens)
+
+    def learn(self, prompt: Prompt, group: Group) -> None:
+        """Remember a finished group."""
+        longest = max(len(r.ids) // 4 for r in group.responses)
+        self._seen[prompt.ids] = longest
+        self._prompt_tokens += len(prompt.ids)
+        self._longest_tokens += longest
