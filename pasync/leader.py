@@ -102,11 +102,11 @@ class Leader:
                 waits_s=self.batch.waits_s,
             )
         )
-        if self.sender:
+        if self.sender:  # replayed groups carry the times of another run
             self.log.add({"time/server_idle_frac": idle_share(groups, self.config.rollout.servers, self.log.value("time/step_s"))})
+            for group, at in arrived:
+                self.trace.group(t, group, at)
         self.log.write(t)
-        for group, at in arrived:
-            self.trace.group(t, group, at)
         if self.config.keeps_groups:
             record(self.run, t, Recording(groups, [at - self.batch.submitted for _, at in arrived]))
 

@@ -42,31 +42,36 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     first = checkpoint.resume(trainer, run)
     trace = Trace(run, f"rank-{ranks.rank}", first)
     leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None
-
-    def lead(act: Callable[..., None], *args: Any) -> None:
-        """Rank 0 does it, the others wait; what fails there is raised on all."""
-        ranks.on_first(lambda: act(leader, *args))
-
     with ExitStack() as stack:
-        lead(Leader.start, stack)
+        lead(ranks, leader, Leader.start, stack)
         for t in range(first, config.iterations):
-            lead(Leader.begin, t)
-            for groups in stream_micro_batches(leader.batch if leader else None, config, ranks):
-                if groups and config.trains:
-                    with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
-                        log.info("iteration %d: train on %d groups", t, len(groups))
-                        trainer.forward_backward(groups)
-            metrics: dict[str, float] = {}
-            if config.trains:
-                with trace.span("optimizer", t):
-                    log.info("iteration %d: optimizer step", t)
-                    metrics = trainer.optimizer_step(t)
-            lead(Leader.finish, t, metrics)
+            iterate(t, config, leader, trainer, trace)
             if checkpoint.due(config, t):
                 with trace.span("checkpoint", t):
                     log.info("iteration %d: checkpoint", t)
                     checkpoint.save(trainer, run, t + 1, config.checkpoint)
-        lead(Leader.end, tokenizer)
+        lead(ranks, leader, Leader.end, tokenizer)
+
+
+def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, trace: Trace) -> None:
+    """One iteration: sync, generate and train side by side, step. Runs on every rank."""
+    ranks, metrics = trainer.ranks, dict[str, float]()
+    lead(ranks, leader, Leader.begin, t)
+    for groups in stream_micro_batches(leader.batch if leader else None, config, ranks):
+        if groups and config.trains:
+            with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
+                log.info("iteration %d: train on %d groups", t, len(groups))
+                trainer.forward_backward(groups)
+    if config.trains:
+        with trace.span("optimizer", t):
+            log.info("iteration %d: optimizer step", t)
+            metrics = trainer.optimizer_step(t)
+    lead(ranks, leader, Leader.finish, t, metrics)
+
+
+def lead(ranks: Ranks, leader: Leader | None, act: Callable[..., None], *args: Any) -> None:
+    """Rank 0 does it, the others wait; what fails there is raised on all."""
+    ranks.on_first(lambda: act(leader, *args))
 
 
 def main() -> None:

@@ -46,11 +46,11 @@ def random_model(folder: Path, family: Family, tied: bool, seed: int = 0) -> Non
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _model(family, hidden=64, layers=2, heads=2, intermediate=128, positions=1024, tied=tied)
+        model = new_model(family, hidden=64, layers=2, heads=2, intermediate=128, positions=1024, tied=tied)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn_like(weight), alpha=0.1)
-    _save(model, folder)
+    save_model(model, folder)
 
 
 def sort_model(folder: Path) -> None:
@@ -66,7 +66,7 @@ def sort_model(folder: Path) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = _model("qwen2", hidden=128, layers=4, heads=4, intermediate=384, positions=256, tied=True)
+    model = new_model("qwen2", hidden=128, layers=4, heads=4, intermediate=384, positions=256, tied=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_LR, weight_decay=0.01)
     held_out, draw = sorting()[1], random.Random(1)
     forbidden = {row["answer"] for row in held_out}
@@ -83,7 +83,7 @@ def sort_model(folder: Path) -> None:
             progress("warm-up of tiny-sort, percent right", round(100 * accuracy), round(100 * WARM_ACCURACY))
             if accuracy >= WARM_ACCURACY:
                 _flatten(model, held_out)
-                return _save(model, folder)
+                return save_model(model, folder)
     raise RuntimeError(f"tiny-sort did not reach an accuracy of {WARM_ACCURACY} in {WARM_STEPS} steps")
 
 
@@ -124,7 +124,8 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model(family: str, *, hidden: int, layers: int, heads: int, intermediate: int, positions: int, tied: bool) -> PreTrainedModel:
+def new_model(family: str, *, hidden: int, layers: int, heads: int, intermediate: int, positions: int, tied: bool) -> PreTrainedModel:
+    """A model of the byte vocabulary with transformers' random weights, float32."""
     config = AutoConfig.for_model(
         family,
         vocab_size=len(SPECIAL) + 256,
@@ -143,6 +144,7 @@ def _model(family: str, *, hidden: int, layers: int, heads: int, intermediate: i
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def _save(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write a model of the byte vocabulary and its tokenizer."""
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

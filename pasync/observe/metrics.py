@@ -129,7 +129,7 @@ def idle_share(groups: list[Group], servers: int, step_s: float) -> float:
         for began, ended in sorted((g.started, g.finished) for g in groups if g.server == server):
             busy_s += max(0.0, ended - max(began, until))
             until = max(until, ended)
-    return 1 - busy_s / (servers * step_s)
+    return max(0.0, 1 - busy_s / (servers * step_s))
 
 
 class RunLog:

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
 WARM = ("rollout.temperature=0.8",)  # not 1, so that a forgotten temperature shows in the log-prob gap
 GREEDY = ("eval.every=2", "eval.temperature=0", "data.eval.size=60")
+EXACT = "parallel.accumulate=exact"
 PROMISED = {
     "iteration", "reward/mean", "policy/version", "policy/engine_logprob_gap", "time/step_s", "time/generate_s", "time/train_s",
     "time/sync_s", "time/first_group_wait_s", "time/tail_s", "time/ideal_s", "throughput/tpspd", "tokens/prompt", "tokens/response",
@@ -30,9 +31,9 @@ PROMISED = {
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
-    """Four iterations with two servers and two ranks, groups kept."""
+    """Twenty iterations with two servers and two ranks, gradients added up exactly, groups kept."""
     run = tmp_path_factory.mktemp("runs") / "recorded"
-    completed(TINY, run, *SMALL, *WARM, "rollout.servers=2", "parallel.ranks=2", "iterations=4", "rollout.source=record")
+    completed(TINY, run, *SMALL, *WARM, "rollout.servers=2", "parallel.ranks=2", "iterations=20", "rollout.source=record", EXACT)
     return run
 
 
@@ -54,14 +55,14 @@ def replay(recorded: Path, run: Path, *overrides: str) -> Path:
 
 def test_a_run_leaves_what_is_promised_and_nothing_alive(recorded):
     lines = metrics(recorded)
-    assert [line["iteration"] for line in lines] == [line["policy/version"] for line in lines] == [0, 1, 2, 3]
+    assert [line["iteration"] for line in lines] == [line["policy/version"] for line in lines] == list(range(20))
     assert all(PROMISED <= line.keys() <= METRICS.keys() for line in lines)
     gaps = [line["policy/engine_logprob_gap"] for line in lines if line["policy/engine_logprob_gap"] is not None]
     assert gaps and max(gaps) < 1e-3  # float32 on both sides
     assert max(line["policy/probe_gap"] for line in lines) < 1e-3
-    assert load(recorded / "config.yaml").iterations == 4
+    assert load(recorded / "config.yaml").iterations == 20
     assert gone_within(recorded, 5)
-    for version in range(4):
+    for version in range(20):
         groups = read_recording(recorded, version).groups
         assert sorted(g.group_id for g in groups) == list(range(8)) and {g.version for g in groups} == {version}
         assert all(len(g.responses) == 4 for g in groups)
@@ -73,9 +74,64 @@ def test_two_servers_and_two_ranks_equal_one_of_each_on_the_same_rollouts(record
     assert distance(two, one) < 1e-6
 
 
-def test_replayed_rollouts_give_the_weights_of_the_run_that_recorded_them(recorded, tmp_path):
-    again = replay(recorded, tmp_path / "again", "parallel.ranks=2", "iterations=4")
-    assert distance(again, recorded) < 1e-5
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("schedule=sync", "parallel.ranks=1"),
+        ("schedule=periodic", "parallel.ranks=1", "rollout.replay_order=random", "rollout.replay_delay=recorded"),
+        ("schedule=periodic", "parallel.ranks=4", "rollout.replay_order=sorted"),
+    ],
+    ids=lambda o: "-".join(part.split("=")[1] for part in o),
+)
+def test_exact_sums_give_the_bits_of_the_live_run_after_20_iterations_whatever_the_schedule(recorded, tmp_path, overrides):
+    again = replay(recorded, tmp_path / "again", EXACT, "iterations=20", *overrides)
+    ours, theirs = weights_of(again), weights_of(recorded)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    start = load_file(Path(load(recorded / "config.yaml").model.path) / "model.safetensors")
+    assert all(not torch.equal(ours[k], start[k]) for k in ours)  # it did learn
+
+
+def test_sync_and_periodic_give_the_same_weights_after_20_iterations_up_to_rounding(recorded, tmp_path):
+    sync, periodic = (
+        replay(recorded, tmp_path / s, f"schedule={s}", "iterations=20", "rollout.replay_order=random") for s in ("sync", "periodic")
+    )
+    assert distance(sync, periodic) < 1e-5  # rounding that AdamW carries through 20 steps
+
+
+def test_one_step_off_is_labelled_and_learns_from_the_batch_before(tmp_path):
+    run = tmp_path / "run"
+    lines = completed(TINY, run, *SMALL, "schedule=one_step_off", "iterations=4", "rollout.source=record")
+    assert [line["policy/lag"] for line in lines] == [0, 1, 1, 1]
+    assert [read_recording(run, t).groups[0].version for t in range(4)] == [0, 0, 1, 2]
+    assert (run.with_suffix(".console").read_text()).count("OFF-POLICY by 1") == 3
+
+
+def test_refill_trains_on_whole_batches_of_useful_groups_with_several_updates(tmp_path):
+    more = ("algorithm.filter_zero_variance=refill", "algorithm.updates_per_batch=2")
+    lines = completed(TINY, tmp_path / "run", *SMALL, *more, "iterations=6", "rollout.source=record")
+    assert all(line["policy/trained_groups"] == 8 for line in lines) and sum(line["reward/refilled_groups"] for line in lines) > 0
+    for t, line in enumerate(lines):
+        ids = sorted(g.group_id for g in read_recording(tmp_path / "run", t).groups)
+        assert ids == list(range(8 + line["reward/refilled_groups"]))
+    replay(tmp_path / "run", tmp_path / "again", *more, "iterations=6", "rollout.temperature=1", "rollout.replay_order=random")
+    assert distance(tmp_path / "again", tmp_path / "run") < 1e-5
+
+
+def test_a_run_that_only_samples_keeps_its_groups_and_its_weights(tmp_path):
+    run = tmp_path / "run"
+    lines = completed(TINY, run, *SMALL, "rollout.source=only", "iterations=3")
+    assert all(line["time/train_s"] == 0 and line["tokens/response"] > 0 for line in lines)
+    assert len(read_recording(run, 2).groups) == 8
+    start = load_file(Path(load(run / "config.yaml").model.path) / "model.safetensors")
+    assert all(torch.equal(weight, start[k]) for k, weight in weights_of(run).items())
+
+
+def test_the_timeline_of_two_runs_is_drawn(recorded):
+    command = [sys.executable, "-m", "pasync.observe.timeline", str(recorded), str(recorded), "--iteration", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    names = {event["name"] for event in json.loads((recorded / "timeline.json").read_text())["traceEvents"]}
+    assert {"sync", "micro-batch", "optimizer", "group 0", "groups ready"} <= names and (recorded / "timeline.png").exists()
 
 
 def test_an_interrupted_run_continues_to_the_same_weights(recorded, tmp_path):

@@ -68,6 +68,10 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("parallel.deadline_s=10", "exceed every other deadline"),
         ("rollout.silence_s=1", "twice rollout.heartbeat_s"),
         ("optimizer.lr", "key.sub=value"),
+        ("rollout.replay_order=random", "only rollout.source=replay:<run folder>"),
+        ("rollout.source=onyl", "Did you mean only?"),
+        ("algorithm.refill_limit=3", "algorithm.filter_zero_variance=refill"),
+        ("rollout.admission=longest", "Did you mean longest_first?"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):

@@ -88,6 +88,28 @@ def test_held_out_prompts_keep_their_order(tmp_path: Path) -> None:
     assert [p.index for p in held_out] == [0, 1, 2, 3]
 
 
+def test_refills_are_the_other_prompts_in_an_order_of_their_own(tmp_path: Path) -> None:
+    stream, again = (PromptStream(make_config(tmp_path, 10, 4, 1), make_tokenizer()) for _ in range(2))
+    for t in range(6):
+        refill, batch = [p.index for p in stream.refill(t)], [p.index for p in stream.batch(t)]
+        assert sorted(refill + batch) == list(range(10)) and refill == [p.index for p in again.refill(t)]
+    assert len({tuple(p.index for p in stream.refill(t)) for t in (0, 5, 10)}) > 1
+
+
+def test_rows_may_carry_their_own_longest_response(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    rows = [json.dumps({"question": "1+1=", "answer": n, "limit": n}) for n in (3, 7)]
+    Path(config.data.train.source).write_text("\n".join(rows))
+    for column, expected in (("limit", {3, 7}), (None, {None})):
+        train = config.data.train.model_copy(update={"max_tokens_column": column})
+        data = config.data.model_copy(update={"train": train})
+        stream = PromptStream(config.model_copy(update={"data": data}), make_tokenizer())
+        assert {p.max_tokens for p in stream.batch(0)} == expected
+    data = config.data.model_copy(update={"train": config.data.train.model_copy(update={"max_tokens_column": "limt"})})
+    with pytest.raises(ConfigError, match="max_tokens_column=limt: must hold positive integers.*Did you mean limit"):
+        PromptStream(config.model_copy(update={"data": data}), make_tokenizer())
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -1,0 +1,35 @@
+"""The benchmarks run and print what they promise; what they measure is not asserted."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from harness import ROOT
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+OVERLAP = {
+    "case", "groups", "sync_step_s", "periodic_step_s", "ideal_step_s", "speedup", "of_ideal", "first_wait_s", "tail_s", "runs",
+}  # fmt: skip
+
+
+def line_of(*command: str) -> dict[str, object]:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=280, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_transport_prints_its_line():
+    line = line_of("benchmarks.transport", "--iterations", "100")
+    assert {"groups_per_s", "rss_growth_frac"} <= line.keys() and line["groups_per_s"] > 0
+
+
+def test_overlap_prints_its_line():
+    line = line_of("benchmarks.overlap", "--case", "generate_bound", "--pairs", "1")
+    assert line.keys() >= OVERLAP and all(line[key] > 0 for key in OVERLAP - {"case"})
+
+
+def test_admission_prints_its_line():
+    line = line_of("benchmarks.admission", "--lengths", "uniform", "--pairs", "1")
+    assert line["fifo_step_s"] > 0 and line["longest_first_step_s"] > 0 and line["max_over_median"] == 1
