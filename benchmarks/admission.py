@@ -19,8 +19,8 @@ from benchmarks.alternate import alternated, median
 from benchmarks.overlap import Case, configuration
 from benchmarks.work import write_rows
 
-SHAPE = Case(hidden=256, layers=3, groups=32, responses=4, response_tokens=0)
-MEDIAN_TOKENS, LONGEST_TOKENS = 12, 160
+SHAPE = Case(hidden=128, layers=2, groups=48, responses=4, response_tokens=0)
+MEDIAN_TOKENS, LONGEST_TOKENS = 64, 640
 
 
 def response_lengths(kind: str, groups: int) -> list[int]:
@@ -29,7 +29,7 @@ def response_lengths(kind: str, groups: int) -> list[int]:
     "long_tailed" has the quantiles of a log-normal, so that its shape does not depend on luck; "uniform" is all alike.
     """
     if kind == "uniform":
-        return [MEDIAN_TOKENS * 2] * groups
+        return [103] * groups  # as many tokens in all
     normal = statistics.NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / groups) for i in range(groups)])
     sigma = np.log(LONGEST_TOKENS / MEDIAN_TOKENS) / quantiles[-1]
@@ -41,7 +41,7 @@ def measure(kind: str, pairs: int, folder: Path) -> dict[str, Any]:
     lengths = response_lengths(kind, SHAPE.groups)
     tree = configuration(folder, SHAPE._replace(response_tokens=max(lengths)))
     write_rows(folder / "rows.jsonl", lengths, tree["data"]["max_prompt_tokens"])
-    tree["rollout"]["max_num_seqs"] = 4 * SHAPE.responses
+    tree["rollout"]["max_num_seqs"] = 8 * SHAPE.responses
     fifo, longest = alternated(folder, tree, "rollout.admission=fifo", "rollout.admission=longest_first", pairs)
     fifo_s, longest_s = median(fifo, "time/step_s"), median(longest, "time/step_s")
     return {

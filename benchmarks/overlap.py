@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
 CASES = {
     "balanced": Case(hidden=640, layers=4, groups=64, responses=8, response_tokens=8, kl_coef=0.01),
-    "train_bound": Case(384, 3, 40, responses=6, response_tokens=4, prompt_tokens=288, kl_coef=0.01, gradient_checkpointing=True),
+    "train_bound": Case(384, 3, 40, responses=8, response_tokens=4, prompt_tokens=288, kl_coef=0.01, gradient_checkpointing=True),
     "generate_bound": Case(hidden=256, layers=2, groups=64, responses=8, response_tokens=12),
 }
 

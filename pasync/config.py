@@ -75,9 +75,9 @@ class RolloutConfig(Section):
     stop_token_prefixes: list[str] = []
     """Any token whose text starts with one of these ends the response, as EOS does."""
     max_num_seqs: int = Field(64, ge=1)
-    """Responses a server samples at once; so floor(max_num_seqs / K) whole groups at a time."""
+    """Responses a server samples at once; so floor(max_num_seqs / K) whole groups at a time (as many again wait there)."""
     admission: Literal["longest_first", "group_first", "fifo"] = "longest_first"
-    """Which group a server gets next. `group_first`: in the order of the batch, one when K of its slots are free, so that groups
+    """Which group a server gets next. `group_first`: in the order of the batch, few at a time, so that groups
     finish one after the other. `longest_first`: the same, longest expected first. `fifo`: all at once."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
     """Size of a server's KV cache. Required on cpu; on devices unset means `memory_frac`."""

@@ -61,7 +61,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """int32 [P]."""
     responses: list[Response]
     started: float
-    """Unix time at which a server began it."""
+    """Unix time at which a server took it on; its first responses may have waited for slots."""
     finished: float
     """Unix time at which its last reward was known."""
     server: int = 0

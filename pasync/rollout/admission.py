@@ -1,12 +1,13 @@
 """Which group next, and to which server: pure functions of what is known when the question comes up.
 
     fifo           the whole batch at once, dealt out evenly; the engine's own queue holds what it cannot sample yet
-    group_first    in the order of the batch, a group when its K responses find free slots: groups finish one after the other, so
-                   training starts early
+    group_first    in the order of the batch, floor(slots / K) groups at a time: groups finish one after the other, so training
+                   starts early
     longest_first  the same, longest expected first: a long group that starts last would keep servers and ranks waiting
 
-Tail rule of the latter two: a server may hold one group that waits for slots, so that none stays empty; but once fewer groups are
-left than servers, each goes where it can start at once, to the server with the least left to do.
+With the latter two a server holds as many groups again that wait for slots, so that none stays empty, whatever becomes free at once.
+Tail rule: once those left are no more than the servers could sample at once, each goes where it can start at once, to the server with
+the least to do; waiting at a busy server while another one runs dry would keep everybody.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pasync.messages import Group
 class Load:
     """One server at this moment."""
 
+    slots: int
+    """Responses it samples at once."""
     free: int
     """Responses it could start to sample now; negative if some wait for a slot."""
     groups: int
@@ -54,10 +57,10 @@ def choose(admission: str, loads: Sequence[Load], responses: int, left: int) -> 
     servers = range(len(loads))
     if admission == "fifo":
         return min(servers, key=lambda i: loads[i].groups, default=None)
-    if left < len(loads):
+    if len(loads) > 1 and left * responses <= sum(load.slots for load in loads):
         ready = [i for i in servers if loads[i].free >= responses]
         return min(ready, key=lambda i: loads[i].expected_tokens, default=None)
-    ready = [i for i in servers if loads[i].free >= 0]
+    ready = [i for i in servers if loads[i].free - responses >= -loads[i].slots]
     return max(ready, key=lambda i: loads[i].free, default=None)
 
 

@@ -50,15 +50,17 @@ log = logging.getLogger(__name__)
 class Server:
     """What the producer thread knows of one server."""
 
+    slots: int
+    """Responses it samples at once."""
     free: int
-    """Responses it could start now; negative if some wait for a slot."""
+    """Those it could start now; negative if some wait for a slot."""
     last_heard: float
     working_on: dict[tuple[int, int], float] = field(default_factory=dict)
     """(version, group id) of the groups it was given and has not answered, with their expected tokens."""
 
     @property
     def load(self) -> Load:
-        return Load(self.free, len(self.working_on), sum(self.working_on.values()))
+        return Load(self.slots, self.free, len(self.working_on), sum(self.working_on.values()))
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ class RolloutProducer:
         if isinstance(message, Hello):
             if server not in self.names:
                 raise RolloutError(f"an unknown server joined: {server}")
-            self._servers[server] = Server(free=message.credits, last_heard=now)
+            self._servers[server] = Server(slots=message.credits, free=message.credits, last_heard=now)
             self._replies.put((server, message))
             return
         if server not in self._servers:

@@ -21,29 +21,29 @@ def test_longest_first_sorts_by_expected_length_and_keeps_equals_in_place():
 
 
 def test_fifo_deals_the_whole_batch_out_evenly_whatever_is_free():
-    assert choose("fifo", [Load(-50, 7, 0), Load(-40, 6, 900)], 8, 100) == 1
+    assert choose("fifo", [Load(16, -50, 7, 0), Load(16, -40, 6, 900)], 8, 100) == 1
 
 
 @pytest.mark.parametrize("policy", ["group_first", "longest_first"])
-def test_a_server_gets_one_group_more_than_its_slots_hold_and_no_second(policy):
-    loads = [Load(free=16, groups=0, expected_tokens=0)]
+def test_a_server_gets_what_its_slots_hold_and_as_much_again_to_wait(policy):
+    loads = [Load(slots=20, free=20, groups=0, expected_tokens=0)]
     given_out = 0
     while choose(policy, loads, 8, 100) is not None:
         given_out += 1
-        loads = [Load(16 - 8 * given_out, given_out, 10.0 * given_out)]
-    assert given_out == 3  # two whole groups in 16 slots, one waits
+        loads = [Load(20, 20 - 8 * given_out, given_out, 10.0 * given_out)]
+    assert given_out == 5  # 40 responses: 20 are sampled, 20 wait
 
 
 def test_the_server_with_most_room_is_served_first():
-    assert choose("group_first", [Load(8, 1, 10), Load(16, 0, 0)], 8, 100) == 1
-    assert choose("group_first", [Load(-8, 3, 10), Load(-2, 3, 10)], 8, 100) is None
+    assert choose("group_first", [Load(16, 8, 1, 10), Load(16, 16, 0, 0)], 8, 100) == 1
+    assert choose("group_first", [Load(16, -9, 4, 10), Load(16, -16, 4, 10)], 8, 100) is None
 
 
 def test_in_the_tail_a_group_waits_for_slots_rather_than_at_a_busy_server():
-    busy, free = Load(4, 1, 500), Load(8, 1, 900)
-    assert choose("longest_first", [busy, busy, busy], 8, 3) == 0  # not the tail: one may wait at each
-    assert choose("longest_first", [busy, busy, busy], 8, 2) is None
-    assert choose("longest_first", [busy, free, Load(16, 1, 700)], 8, 2) == 2  # of those with room the one with the least to do
+    busy, free = Load(16, 4, 1, 500), Load(16, 8, 1, 900)
+    assert choose("longest_first", [busy, busy, busy], 8, 7) == 0  # not the tail: some may wait at each
+    assert choose("longest_first", [busy, busy, busy], 8, 6) is None
+    assert choose("longest_first", [busy, free, Load(16, 16, 1, 700)], 8, 2) == 2  # of those with room the one with the least to do
     assert choose("longest_first", [busy], 8, 1) == 0  # a single server has no tail
 
 

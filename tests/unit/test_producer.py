@@ -101,23 +101,23 @@ def take(producer: RolloutProducer, version: int = 0) -> Group:
     return group
 
 
-def test_groups_come_back_in_completion_order_and_no_more_than_one_waits_for_slots(tmp_path, address):
+def test_groups_come_back_in_completion_order_and_few_wait_for_slots(tmp_path, address):
     server = ScriptedServer(address, 0, credits=4)
     with RolloutProducer(config(tmp_path), address) as producer:
-        producer.submit(prompts(4), 0, SAMPLING)
-        first, second, waiting = (server.next(Generate) for _ in range(3))
+        producer.submit(prompts(5), 0, SAMPLING)
+        first, second, *waiting = (server.next(Generate) for _ in range(4))
         server.send(pack(Heartbeat()))
         with pytest.raises(queue.Empty):
-            server.told.get(timeout=0.3)  # a fourth group would be the second to wait
+            server.told.get(timeout=0.3)  # a fifth group would be the third to wait
         server.send(pack(Freed(1)))
         with pytest.raises(queue.Empty):
             server.told.get(timeout=0.3)
-        server.send(pack(Freed(1)))  # the waiting group has its slots now
-        fourth = server.next(Generate)
-        for task in (second, waiting, fourth, first):
+        server.send(pack(Freed(1)))  # a waiting group has its slots now
+        tasks = [second, *waiting, server.next(Generate), first]
+        for task in tasks:
             server.send(pack(GroupDone(finished(task), freed=0)))
-        assert [take(producer).group_id for _ in range(4)] == [t.group_id for t in (second, waiting, fourth, first)]
-        assert producer.in_flight == 0 and len(producer.taken) == 4
+        assert [take(producer).group_id for _ in range(5)] == [t.group_id for t in tasks]
+        assert producer.in_flight == 0 and len(producer.taken) == 5
     assert isinstance(server.next(Stop), Stop)
     server.close()
 
@@ -125,12 +125,12 @@ def test_groups_come_back_in_completion_order_and_no_more_than_one_waits_for_slo
 def test_credit_counts_responses_so_more_small_groups_fit(tmp_path, address):
     server = ScriptedServer(address, 0, credits=5)
     with RolloutProducer(config(tmp_path), address) as producer:
-        producer.submit(prompts(8), 0, Sampling(1, 0.0, 4))
-        tasks = [server.next(Generate) for _ in range(6)]
+        producer.submit(prompts(12), 0, Sampling(1, 0.0, 4))
+        tasks = [server.next(Generate) for _ in range(10)]
         with pytest.raises(queue.Empty):
             server.told.get(timeout=0.3)
         server.finish(tasks[0])
-        assert server.next(Generate).group_id == 6
+        assert server.next(Generate).group_id == 10
     server.close()
 
 
