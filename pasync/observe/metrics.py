@@ -79,6 +79,28 @@ def batch_metrics(groups: list[Group]) -> dict[str, float]:
     }
 
 
+LEARNED = {
+    "eval/accuracy_frac": "held-out {:.3f}",
+    "reward/mean": "reward {:.3f}",
+    "response/mean_tokens": "length {:.1f}",
+    "policy/engine_logprob_gap": "gap {:.1e}",
+    "time/step_s": "step {:.2f} s",
+    "time/of_ideal_frac": "of ideal {:.2f}",
+    "throughput/tpspd": "tokens/s/device {:.0f}",
+}
+TIMES = {
+    "time/generate_s": "generate {:.2f}",
+    "time/train_s": "train {:.2f}",
+    "time/sync_s": "sync {:.2f}",
+    "time/first_group_wait_s": "first wait {:.2f}",
+    "time/between_waits_s": "later waits {:.2f}",
+    "time/tail_s": "tail {:.2f}",
+    "time/server_idle_frac": "servers idle {:.0%}",
+    "time/rank_idle_frac": "ranks idle {:.0%}",
+}
+"""What the console shows of a line, in this order."""
+
+
 class Times(NamedTuple):
     """Unix times of one iteration."""
 
@@ -183,25 +205,16 @@ def read_metrics(run: Path) -> list[dict[str, float | None]]:
 
 
 def _console_line(line: dict[str, float | None], iterations: int) -> str:
-    parts = [f"iteration {line['iteration']:>4}/{iterations}"]
-    shown = {
-        "eval/accuracy_frac": "held-out {:.3f}",
-        "reward/mean": "reward {:.3f}",
-        "response/mean_tokens": "length {:.1f}",
-        "time/step_s": "step {:.2f} s",
-        "time/generate_s": "generate {:.2f}",
-        "time/train_s": "train {:.2f}",
-        "time/sync_s": "sync {:.2f}",
-        "time/of_ideal_frac": "of ideal {:.2f}",
-        "policy/engine_logprob_gap": "gap {:.1e}",
-    }
-    for key, text in shown.items():
-        value = line.get(key)
-        if value is not None:
-            parts.append(text.format(value))
-    if line.get("policy/lag"):
-        parts.append(f"OFF-POLICY by {line['policy/lag']}")
-    return "  ".join(parts)
+    """One line about what was learned, one about where the time went."""
+    label = f"  OFF-POLICY by {line['policy/lag']}" if line.get("policy/lag") else ""
+    learned = f"iteration {line['iteration']:>4}/{iterations}  {_shown(line, LEARNED)}{label}"
+    times = _shown(line, TIMES)
+    return f"{learned}\n{' ' * 11}{times}" if times else learned
+
+
+def _shown(line: dict[str, float | None], texts: dict[str, str]) -> str:
+    values = ((text, line.get(key)) for key, text in texts.items())
+    return "  ".join(text.format(value) for text, value in values if value is not None)
 
 
 def _finite(value: float) -> float | None:

@@ -44,6 +44,16 @@ def test_lines_hold_described_keys_and_nan_becomes_null(tmp_path):
         log.add({"reward/unheard_of": 1})
 
 
+def test_the_console_says_what_was_learned_and_where_the_time_went(tmp_path, capsys):
+    log = RunLog(tmp_path, iterations=3, devices=2, first=0)
+    log.add({"policy/lag": 1, "reward/mean": 0.5, "tokens/prompt": 10, "tokens/response": 30})
+    log.add({"time/step_s": 2.0, "time/tail_s": 0.25, "time/server_idle_frac": 0.125, "time/rank_idle_frac": 0.5})
+    log.write(1)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.split() == "iteration 1/3 reward 0.500 step 2.00 s tokens/s/device 10 OFF-POLICY by 1".split()
+    assert second.split() == "tail 0.25 servers idle 12% ranks idle 50%".split()
+
+
 def test_a_continued_run_drops_the_lines_it_does_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"iteration": i}) + "\n" for i in range(4)))
     RunLog(tmp_path, iterations=9, devices=1, first=2)
