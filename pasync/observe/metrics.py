@@ -144,7 +144,10 @@ def step_times(
 
 
 def idle_share(groups: list[Group], servers: int, step_s: float) -> float:
-    """Share of the step in which a server had no group, mean over servers."""
+    """Share of the step in which a server had no group, mean over servers.
+
+    At least 0: in `one_step_off` groups were sampled in the step before, which may have been longer.
+    """
     busy_s = 0.0
     for server in range(servers):
         until = 0.0

@@ -90,7 +90,11 @@ class ReplayProducer:
             raise RolloutError(f"{self.run} holds {there} of the {self._submitted} groups that this iteration asks for")
 
     def next_group(self, version: int, *, wait: bool = True) -> Group | None:
-        """The next recorded group; with `wait=False` None if its time has not come."""
+        """The next recorded group; with `wait=False` None if its time has not come.
+
+        Raises:
+            RolloutError: it is more than `rollout.deadline_s` away, or another version sampled it.
+        """
         index = next(i for i, (_, group) in enumerate(self._waiting) if group.group_id < self._submitted)
         arrives, group = self._waiting[index]
         if group.version != version:
@@ -99,7 +103,9 @@ class ReplayProducer:
         if early > 0:
             if not wait:
                 return None
-            time.sleep(early)
+            if early > (limit := self.config.rollout.deadline_s):
+                raise RolloutError(f"no group finished within rollout.deadline_s={limit}, {self.in_flight} missing")
+            time.sleep(early)  # the recorded delay itself
         del self._waiting[index]
         self.in_flight -= 1
         self.taken.append((group, max(arrives, time.time()) if early > 0 else arrives))

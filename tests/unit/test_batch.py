@@ -11,6 +11,7 @@ from textbook import small_config
 
 from pasync.batch import Batch
 from pasync.data.prompts import Prompt
+from pasync.errors import RolloutError
 from pasync.messages import Group, Sampling
 from pasync.rollout.recording import Recording, ReplayProducer, record
 
@@ -73,6 +74,13 @@ def test_recorded_delays_are_kept_and_waited_for(tmp_path):
     arrivals = [at for _, at in batch.arrived()]
     assert arrivals == sorted(arrivals) and 0.045 < arrivals[-1] - batch.submitted < 1.0
     assert len(batch.waits_s) == 6
+
+
+def test_a_recorded_delay_beyond_the_deadline_ends_the_wait_as_a_live_one_would(tmp_path):
+    source = replayed(tmp_path, useful_or_not([True] * 2), "rollout.replay_delay=recorded", "rollout.deadline_s=0.001", size=2)
+    assert source.next_group(0) is not None
+    with pytest.raises(RolloutError, match="deadline_s=0.001, 1 missing"):
+        source.next_group(0)
 
 
 @pytest.mark.parametrize(("order", "expected"), [("sorted", [0, 1, 2]), ("recorded", [2, 0, 1])])
