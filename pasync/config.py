@@ -25,6 +25,11 @@ class ModelConfig(Section):
     """Compute type of the training ranks. Accumulated gradients and master weights are float32 in any case."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    shared_prompt: bool = True
+    """Compute each prompt once for all its responses; `off` repeats it for every response. Same gradient."""
+    attention: Literal["auto", "merged", "concat"] = "auto"
+    """`merged`: flash kernels of the device, no key is copied. `concat`: plain scaled-dot-product attention over copied prompts.
+    `auto`: `merged` where its kernels pass a test on this device, else `concat`; the rank's log says which."""
 
 
 class DatasetConfig(Section):
@@ -160,7 +165,8 @@ class ParallelConfig(Section):
     ranks: int = Field(1, ge=1)
     """Data-parallel training processes."""
     micro_batch_tokens: int = Field(16384, ge=1)
-    """Ready groups are packed up to so many tokens into one forward; a larger single group still goes alone."""
+    """Ready groups are packed up to so many tokens into one forward. A larger group is cut between responses, and its prompt
+    computed once per piece."""
     accumulate: Literal["float32", "exact"] = "float32"
     """How gradients are added up. `exact`: as integers, one group at a time and deterministically, so that neither order nor number
     of ranks changes a single bit; slower, and twice the memory of the gradient."""

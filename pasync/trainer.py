@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from pasync import device as devices
 from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, token_weights
 from pasync.config import Config
-from pasync.data.packing import MicroBatch, has_gradient, pack
+from pasync.data.packing import MicroBatch, Part, has_gradient, micro_batches, pack
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.model.causal_lm import load_model, response_logprobs
 from pasync.parallel.ranks import Ranks
@@ -47,8 +48,7 @@ class Trainer:
         self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
         useful = [g for g in groups if has_gradient(g, kl_coef=self.config.algorithm.kl_coef)]
         self._totals["trained_groups"] += len(useful)
-        for part in [[g] for g in useful] if self.exact else [useful] if useful else []:
-            batch = pack(part, normalize_std=self.config.algorithm.normalize_std)
+        for batch in self._packed(useful):
             old = self._backward(batch, None)
             if self.config.algorithm.updates_per_batch > 1:
                 self._kept.append((batch, old.cpu()))
@@ -109,9 +109,18 @@ class Trainer:
     def sequence_logprobs(self, ids: list[int]) -> Tensor:
         """[P - 1] log-probs of tokens 1 .. P-1 of a sequence at temperature 1."""
         rest = Response(int_bytes(ids[1:]), float_bytes([0.0] * (len(ids) - 1)), "", True, 0.0)
-        group = Group(0, 0, int_bytes(ids[:1]), [rest, rest], 0.0, 0.0)
-        batch = pack([group], normalize_std=False).to(self.ranks.device)
-        return response_logprobs(self.model, batch, temperature=1.0)[0][: len(ids) - 1].cpu()
+        batch = pack([Part(np.array(ids[:1]), [rest], torch.zeros(1))], shared_prompt=True).to(self.ranks.device)
+        return response_logprobs(self.model, batch, temperature=1.0)[0].cpu()
+
+    def _packed(self, groups: list[Group]) -> Iterator[MicroBatch]:
+        """Micro-batches of at most `parallel.micro_batch_tokens`; with exact sums no two groups share one."""
+        for together in [[g] for g in groups] if self.exact else [groups]:
+            yield from micro_batches(
+                together,
+                budget=self.config.parallel.micro_batch_tokens,
+                normalize_std=self.config.algorithm.normalize_std,
+                shared_prompt=self.config.model.shared_prompt,
+            )
 
     def _backward(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
         """Add the gradient of the summed, weighted token losses, and the statistics (without moving them off the device).
@@ -126,7 +135,8 @@ class Trainer:
         logp, entropy = response_logprobs(self.model, batch, temperature=temperature)  # [N], [N]
         if old is None:
             old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logp.detach()
-        old, advantages = old.to(self.ranks.device), batch.advantages[batch.owner]  # [N], [N]
+        owner = batch.layout.owner  # [N]
+        old, advantages = old.to(self.ranks.device), batch.advantages[owner]  # [N], [N]
         clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
         loss = policy_loss(logp, old, advantages, **clip)
         if self.reference is not None:
@@ -135,7 +145,7 @@ class Trainer:
             kl = kl_k3(logp, reference)
             loss = loss + algorithm.kl_coef * kl
             self._sums["kl"] += kl.detach().sum()
-        weighted = (loss * token_weights(batch.lengths, batch.owner, algorithm.normalizer)).sum()
+        weighted = (loss * token_weights(batch.lengths, owner, algorithm.normalizer)).sum()
         weighted.backward()
         self._sums["loss"] += weighted.detach()
         self._sums["entropy"] += entropy.sum()

@@ -1,53 +1,42 @@
-"""Groups -> one packed micro-batch, prompt once, nothing padded.
+"""Groups -> micro-batches: packed rows of at most so many tokens, with all that the loss needs beside them.
 
-    group 1: [prompt | r1 | r2 | .. rK]  group 2: [prompt | r1 | .. rK]  ...      one row of T tokens
-
-Positions of every response restart at its prompt's length. The first token of a response is predicted by the prompt's last row,
-every other by the row before it. Letters: T packed tokens, N response tokens, S responses.
+Letters: T packed tokens, N response tokens, S responses.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pasync.algorithm.advantages import group_advantages
-from pasync.messages import Group
+from pasync.data.layout import Layout, lay_out
+from pasync.messages import Group, Response
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Where one group lies in the packed row."""
+class Part:
+    """A group, or some of its responses where all of them would not fit."""
 
-    start: int
-    prompt_tokens: int
-    response_tokens: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.start + self.prompt_tokens + sum(self.response_tokens)
+    prompt_ids: np.ndarray
+    """[P] int32."""
+    responses: list[Response]
+    advantages: Tensor
+    """[responses] float32, among all responses of the group."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one forward and backward takes."""
 
-    segments: tuple[Segment, ...]
+    layout: Layout
     input_ids: Tensor
     """[T] int64."""
-    position_ids: Tensor
-    """[T] int64."""
-    rows: Tensor
-    """[N] int64: the packed row whose output predicts each response token."""
     targets: Tensor
     """[N] int64: the response tokens."""
-    owner: Tensor
-    """[N] int64: which response each token belongs to."""
     lengths: Tensor
     """[S] int64: tokens of each response."""
     advantages: Tensor
@@ -61,50 +50,48 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        moved: dict[str, Any] = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "segments"}
-        return replace(self, **moved)
+        return MicroBatch(
+            self.layout.to(device),
+            *(x.to(device) for x in (self.input_ids, self.targets, self.lengths, self.advantages, self.engine_logprobs)),
+        )
 
 
-def pack(groups: list[Group], *, normalize_std: bool) -> MicroBatch:
-    """Lay groups out in one row, in the order given.
+def micro_batches(groups: Iterable[Group], *, budget: int, normalize_std: bool, shared_prompt: bool) -> Iterator[MicroBatch]:
+    """Pack groups in the order given, up to `budget` tokens a row.
+
+    A group that is larger is cut between responses, and its prompt computed once per piece. Gradients of the pieces add up to the
+    group's own: advantages and weights do not depend on the cut. A response alone may exceed the budget.
 
     Args:
-        groups: any number of groups with at least one prompt token each; an empty list gives a micro-batch of zero tokens.
         normalize_std: see `group_advantages`.
+        shared_prompt: see `lay_out`.
     """
-    segments: list[Segment] = []
-    parts: dict[str, list[np.ndarray]] = defaultdict(list)
-    lengths: list[int] = []
-    advantages: list[Tensor] = []
-    start = 0
+    row: list[Part] = []
     for group in groups:
-        prompt = np.frombuffer(group.prompt_ids, "<i4")
-        parts["ids"].append(prompt)
-        parts["positions"].append(np.arange(len(prompt)))
-        at = start + len(prompt)
-        for response in group.responses:
-            tokens = response.token_ids
-            parts["ids"].append(tokens)
-            parts["positions"].append(len(prompt) + np.arange(len(tokens)))
-            parts["rows"].append(np.concatenate([[start + len(prompt) - 1], at + np.arange(len(tokens) - 1)])[: len(tokens)])
-            parts["targets"].append(tokens)
-            parts["owner"].append(np.full(len(tokens), len(lengths)))
-            lengths.append(len(tokens))
-            parts["logprobs"].append(response.token_logprobs)
-            at += len(tokens)
-        advantages.append(group_advantages(torch.tensor(group.rewards, dtype=torch.float32), normalize_std=normalize_std))
-        segments.append(Segment(start, len(prompt), tuple(len(r.ids) // 4 for r in group.responses)))
-        start = at
+        for piece in _pieces(_whole(group, normalize_std), budget, shared_prompt):
+            if row and _tokens([*row, piece], shared_prompt) > budget:
+                yield pack(row, shared_prompt=shared_prompt)
+                row = []
+            row.append(piece)
+    if row:
+        yield pack(row, shared_prompt=shared_prompt)
+
+
+def pack(parts: list[Part], *, shared_prompt: bool) -> MicroBatch:
+    """Lay out all parts in one row."""
+    responses = [r for part in parts for r in part.responses]
+    layout = lay_out([(len(part.prompt_ids), _lengths(part)) for part in parts], shared=shared_prompt)
+    if shared_prompt:
+        ids = [part.prompt_ids for part in parts if sum(_lengths(part))] + [r.token_ids for r in responses]
+    else:
+        ids = [x for part in parts for r in part.responses if r.ids for x in (part.prompt_ids, r.token_ids)]
     return MicroBatch(
-        segments=tuple(segments),
-        input_ids=_ints(parts["ids"]),
-        position_ids=_ints(parts["positions"]),
-        rows=_ints(parts["rows"]),
-        targets=_ints(parts["targets"]),
-        owner=_ints(parts["owner"]),
-        lengths=torch.tensor(lengths, dtype=torch.int64),
-        advantages=torch.cat(advantages) if advantages else torch.zeros(0),
-        engine_logprobs=torch.from_numpy(np.concatenate([*parts["logprobs"], np.zeros(0, np.float32)])),
+        layout=layout,
+        input_ids=_joined(ids, np.int64),
+        targets=_joined([r.token_ids for r in responses], np.int64),
+        lengths=torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
+        advantages=torch.cat([part.advantages for part in parts]),
+        engine_logprobs=_joined([r.token_logprobs for r in responses], np.float32),
     )
 
 
@@ -113,5 +100,39 @@ def has_gradient(group: Group, *, kl_coef: float) -> bool:
     return group.num_response_tokens > 0 and (kl_coef > 0 or len(set(group.rewards)) > 1)
 
 
-def _ints(parts: list[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate([*parts, np.zeros(0, np.int64)]))
+def _whole(group: Group, normalize_std: bool) -> Part:
+    advantages = group_advantages(torch.tensor(group.rewards, dtype=torch.float32), normalize_std=normalize_std)
+    return Part(np.frombuffer(group.prompt_ids, "<i4"), group.responses, advantages)
+
+
+def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
+    """The part itself if it fits, else as many of its responses at a time as fit, at least one."""
+    start = 0
+    while start < len(part.responses):
+        stop = start + 1
+        while stop < len(part.responses) and _tokens([_cut(part, start, stop + 1)], shared_prompt) <= budget:
+            stop += 1
+        yield _cut(part, start, stop)
+        start = stop
+
+
+def _cut(part: Part, start: int, stop: int) -> Part:
+    return replace(part, responses=part.responses[start:stop], advantages=part.advantages[start:stop])
+
+
+def _tokens(parts: list[Part], shared_prompt: bool) -> int:
+    """Length of their row."""
+    total = 0
+    for part in parts:
+        lengths = _lengths(part)
+        prompts = min(1, sum(lengths)) if shared_prompt else sum(n > 0 for n in lengths)
+        total += prompts * len(part.prompt_ids) + sum(lengths)
+    return total
+
+
+def _lengths(part: Part) -> list[int]:
+    return [len(r.token_ids) for r in part.responses]
+
+
+def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:
+    return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype))

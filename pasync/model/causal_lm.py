@@ -24,7 +24,8 @@ def load_model(config: ModelConfig, folder: Path, device: torch.device) -> PreTr
         ConfigError: the architecture is not one of these, or has sliding windows or dropout.
     """
     shared_prompt.check_supported(AutoConfig.from_pretrained(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), attn_implementation=shared_prompt.NAME)
+    implementation = shared_prompt.implementation(config.attention)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), attn_implementation=implementation)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.nn.Module.to(model, device)
@@ -48,12 +49,14 @@ def response_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature:
     Returns:
         ([N] float32 with gradient, [N] float32 without).
     """
+    # any other attention would ignore the layout without a word, and be wrong
+    assert model.config._attn_implementation in map(shared_prompt.implementation, shared_prompt.KINDS)
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     output = decoder(
         input_ids=batch.input_ids[None],
-        position_ids=batch.position_ids[None],
+        position_ids=batch.layout.positions[None],
         use_cache=False,
-        shared_prompt=batch.segments,
+        shared_prompt=batch.layout,
     )
-    hidden = output.last_hidden_state[0].index_select(0, batch.rows)  # [N, E]
+    hidden = output.last_hidden_state[0].index_select(0, batch.layout.rows)  # [N, E]
     return token_logprobs(hidden, head.weight, batch.targets, temperature=temperature)

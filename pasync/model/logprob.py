@@ -1,56 +1,76 @@
-"""Log-probs and entropy of sampled tokens without ever holding [N, V] in float32.
+"""Log-probs and entropy of sampled tokens without ever holding [N, V].
 
-Letters: N response tokens, E hidden size, V vocabulary, C tokens of a chunk.
+The vocabulary is gone through block by block, all tokens at once, like the keys of flash attention: forward keeps a running maximum and
+sums, backward takes each block's logits, kept or computed again, and finishes that block's part of the weight's gradient at once. So
+the head's weight is read twice, and no float32 copy of its gradient is ever needed.
+
+Letters: N response tokens, E hidden size, V vocabulary, C tokens of the vocabulary in a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 512
+TILE = {"cpu": 1 << 22, "cuda": 1 << 26, "npu": 1 << 26}
+"""Numbers in a block of logits, N x C: what stays in a cpu's cache, and what keeps an accelerator busy."""
+SMALLEST_BLOCK = 256
+KEPT_BYTES = 768 << 20
+"""Logits of the first blocks are kept for the backward pass up to so much; only what is beyond is computed again."""
 
 
-class _ChunkedLogprob(torch.autograd.Function):
-    """Keeps only the log-sum-exp [N] for the backward pass and recomputes each chunk's logits there."""
-
+class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logp, entropy, lse = (torch.empty(len(targets), device=hidden.device, dtype=_wide(hidden)) for _ in range(3))
-        for at in range(0, len(targets), CHUNK_TOKENS):
-            cut = slice(at, at + CHUNK_TOKENS)
-            logits = _logits(hidden[cut], weight, temperature)  # [C, V]
-            lse[cut] = logits.logsumexp(-1)
-            logp[cut] = logits.gather(-1, targets[cut, None])[:, 0] - lse[cut]
-            entropy[cut] = lse[cut] - (torch.softmax(logits, -1) * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, lse)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, keep: bool) -> tuple[Tensor, Tensor]:
+        mass, moment, chosen = (hidden.new_zeros(len(targets), dtype=_wide(hidden)) for _ in range(3))
+        # over the blocks so far, with s = logit - peak: sum of e^s, sum of s e^s, and the target's logit
+        peak, kept, room = mass - 1e30, [], KEPT_BYTES if keep else 0
+        for at, block in _blocks(weight, len(targets)):
+            raw = hidden @ block.T  # [N, C]
+            room -= raw.nbytes
+            if room >= 0:
+                kept.append(raw)
+            logits = _scaled(raw, temperature)
+            inside, column = _column(targets, at, len(block))
+            chosen = torch.where(inside, logits.gather(-1, column[:, None])[:, 0], chosen)
+            before, peak = peak, torch.maximum(peak, logits.amax(-1))
+            shift = before - peak
+            s = logits.sub_(peak[:, None])
+            e = s.exp()
+            moment = shift.exp() * (moment + shift * mass) + torch.linalg.vecdot(e, s)
+            mass = shift.exp() * mass + e.sum(-1)
+        lse, entropy = peak + mass.log(), mass.log() - moment / mass
+        ctx.save_for_backward(hidden, weight, targets, lse, *kept)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        return chosen - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        hidden, weight, targets, lse = ctx.saved_tensors
-        grad = grads[0]  # [N]
-        d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, device=weight.device, dtype=_wide(weight))
-        for at in range(0, len(targets), CHUNK_TOKENS):
-            cut = slice(at, at + CHUNK_TOKENS)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, *kept = ctx.saved_tensors
+        grad = grads[0] / ctx.temperature  # [N]
+        d_hidden = hidden.new_zeros(hidden.shape, dtype=_wide(hidden))
+        d_weight = torch.empty_like(weight)
+        for (at, block), raw in zip_longest(_blocks(weight, len(targets)), kept):
+            logits = _scaled(hidden @ block.T if raw is None else raw, ctx.temperature)  # [N, C]
             # d logp / d logits = onehot(target) - softmax(logits)
-            p = torch.exp(_logits(hidden[cut], weight, ctx.temperature) - lse[cut, None])  # [C, V]
-            d_logits = p.neg_().scatter_add_(1, targets[cut, None], torch.ones_like(p[:, :1]))
-            d_logits = (d_logits * (grad[cut, None] / ctx.temperature)).to(hidden.dtype)
-            d_hidden[cut] = d_logits @ weight
-            d_weight += d_logits.T @ hidden[cut]
-        return d_hidden, d_weight.to(weight.dtype), None, None
+            d_logits = logits.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+            inside, column = _column(targets, at, len(block))
+            d_logits.scatter_add_(1, column[:, None], torch.where(inside, grad, 0)[:, None])
+            narrow = d_logits.to(hidden.dtype)
+            d_hidden += narrow @ block
+            torch.mm(narrow.T, hidden, out=d_weight[at : at + len(block)])
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy there.
 
-    Peak memory is one chunk of logits, CHUNK_TOKENS x V float32 (two while entropy or gradients are computed), plus d_weight.
+    Peak memory beside inputs and gradients: KEPT_BYTES, three blocks of N x C numbers (see TILE), and [N, E] float32.
 
     Args:
         hidden: [N, E] the rows that predict the targets.
@@ -61,11 +81,25 @@ def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperatu
     Returns:
         ([N] log-probs, differentiable in hidden and weight; [N] entropies in nats, not differentiable), float32 (float64 for float64).
     """
-    return _ChunkedLogprob.apply(hidden, weight, targets, temperature)
+    return _TokenLogprob.apply(hidden, weight, targets, temperature, torch.is_grad_enabled())
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return (hidden @ weight.T).to(_wide(hidden)) / temperature  # [C, V]
+def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """(first token, [C, E] rows) of each block of the vocabulary."""
+    size = max(SMALLEST_BLOCK, TILE[weight.device.type] // max(tokens, 1))
+    return ((at, weight[at : at + size]) for at in range(0, len(weight), size))
+
+
+def _column(targets: Tensor, at: int, size: int) -> tuple[Tensor, Tensor]:
+    """[N] whether the target lies in the block, and [N] its column there (0 where not)."""
+    column = targets - at
+    inside = (column >= 0) & (column < size)
+    return inside, column.where(inside, 0)
+
+
+def _scaled(raw: Tensor, temperature: float) -> Tensor:
+    """A wide copy, for work in place."""
+    return raw.to(_wide(raw), copy=True).div_(temperature)
 
 
 def _wide(x: Tensor) -> torch.dtype:

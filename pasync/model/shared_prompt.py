@@ -1,28 +1,45 @@
 """Attention over packed groups: each response sees its prompt and itself, the prompt is computed once.
 
-Registered with transformers' attention interface and driven by one forward keyword, so models stay unmodified. For a group with
-prompt P and K responses two scaled-dot-product calls do it:
+Registered with transformers' attention interface and driven by one forward keyword, so models stay unmodified.
 
-    prompt:     causal over P
-    responses:  K rows of queries over [prompt | own response], the prompt's keys expanded (not recomputed) K times
+    model(input_ids, position_ids, shared_prompt=layout)  --every layer-->  attention(query, key, value, shared_prompt=layout)
 
-Cost O(P^2 + K R (P + R)) instead of O(K (P + R)^2). Letters: H query heads, G key/value heads, D head size, T packed tokens.
+Cost O(P^2 + K R (P + R)) for a prompt of P and K responses of R tokens, instead of O(K (P + R)^2).
+
+Letters: T packed tokens, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
-from pasync.data.packing import Segment
+from pasync.data.layout import Layout, lay_out
 from pasync.errors import ConfigError
+from pasync.model.attention import concat, merged
+from pasync.model.backends import Backend, CpuFlash, CudaFlash, NpuFusion
 
-NAME = "pasync_shared_prompt"
 FAMILIES = ("qwen2", "qwen3", "llama")
+KINDS = ("auto", "merged", "concat")
+BACKENDS: dict[str, type[Backend]] = {"cpu": CpuFlash, "cuda": CudaFlash, "npu": NpuFusion}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Largest relative difference between two correct ways to compute the same."""
+
+log = logging.getLogger(__name__)
+
+Attend = Callable[[Tensor, Tensor, Tensor, Layout, float], Tensor]
+"""(q, k, v, layout, scale) -> out, see `pasync.model.attention`."""
+
+
+def implementation(kind: str) -> str:
+    """Name for transformers' `attn_implementation` of one of KINDS."""
+    return f"pasync_{kind}"
 
 
 def check_supported(config: PretrainedConfig) -> None:
@@ -43,66 +60,77 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    shared_prompt: tuple[Segment, ...] | None = None,
-    **_: Any,
+    shared_prompt: Layout | None = None,
+    *,
+    kind: str = "auto",
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function; `shared_prompt` comes through the model's forward keywords.
 
     Args:
         query: [1, H, T, D]; key, value: [1, G, T, D].
-        shared_prompt: the micro-batch's segments.
+        shared_prompt: the row's layout.
+        kind: one of KINDS.
+        others: what transformers passes besides.
 
     Returns:
         [1, T, H, D], and no attention weights.
+
+    Raises:
+        ConfigError: the layer asks for something else than plain softmax attention.
     """
-    assert shared_prompt is not None, "the model was called without shared_prompt=segments"
-    assert attention_mask is None and dropout == 0.0
-    parts = []
-    for segment in shared_prompt:
-        q, k, v = (x[:, :, segment.start : segment.end] for x in (query, key, value))
-        parts.append(group_attention(segment, q, k, v, scaling))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+    assert shared_prompt is not None, "the model was called without shared_prompt=layout"
+    assert attention_mask is None and dropout == 0.0 and query.shape[0] == 1
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if others.get(name) is not None:
+            raise ConfigError(f"model.path: the model's attention has {name}={others[name]}, which packed groups do not support")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H|G, D]
+    attend = choose(kind, q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2])
+    return attend(q, k, v, shared_prompt, scaling if scaling is not None else q.shape[2] ** -0.5)[None], None
 
 
-def group_attention(segment: Segment, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attention of one group.
+@lru_cache
+def choose(kind: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> Attend:
+    """The attention for these sizes: `merged` if the device's backend computes correctly there, else `concat`.
 
-    Args:
-        query: [1, H, L, D]; key, value: [1, G, L, D], L the group's packed length.
-
-    Returns:
-        [1, H, L, D].
+    Raises:
+        ConfigError: kind is `merged`, and it does not.
     """
-    prompt = segment.prompt_tokens
-    grouped = query.shape[1] != key.shape[1]
-    q_prompt, k_prompt, v_prompt = (x[:, :, :prompt] for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q_prompt, k_prompt, v_prompt, is_causal=True, scale=scaling, enable_gqa=grouped)
-    if query.shape[2] == prompt:
-        return out
-    index, unpad = _pad_index(segment.response_tokens, query.device)
-    q, k, v = (_padded(x[:, :, prompt:], index) for x in (query, key, value))  # [K, H|G, R, D]
-    num, longest = q.shape[0], q.shape[2]
-    k = torch.cat([k_prompt.expand(num, -1, -1, -1), k], dim=2)  # [K, G, P + R, D]
-    v = torch.cat([v_prompt.expand(num, -1, -1, -1), v], dim=2)
-    # Rows beyond a response's end are computed and dropped; as keys they lie after every real row, so the mask hides them.
-    mask = torch.ones(longest, prompt + longest, dtype=torch.bool, device=q.device).tril(prompt)  # [R, P + R]
-    own = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)  # [K, H, R, D]
-    flat = own.transpose(0, 1).reshape(1, query.shape[1], num * longest, -1)
-    return torch.cat([out, flat.index_select(2, unpad)], dim=2)
+    if kind == "concat":
+        return concat
+    backend = BACKENDS[device.type]() if device.type in BACKENDS else None
+    wrong = self_test(backend, device, dtype, heads, kv_heads, head_size) if backend else f"there is none for {device.type}"
+    sizes = f"{device.type}, {dtype}, {heads} and {kv_heads} heads of {head_size}"
+    if backend is None or wrong:
+        if kind == "merged":
+            raise ConfigError(f"model.attention=merged: no backend for {sizes} ({wrong}), use concat or auto")
+        log.warning("attention: concat, no backend for %s (%s)", sizes, wrong)
+        return concat
+    log.info("attention: merged, %s for %s", backend.name, sizes)
+    return partial(merged, backend=backend)
 
 
-def _pad_index(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[K, R] packed index of each padded cell, and [sum R] padded index of each packed token."""
-    size = torch.tensor(lengths)  # [K]
-    column = torch.arange(max(lengths))  # [R]
-    real = column < size[:, None]  # [K, R]
-    index = ((size.cumsum(0) - size)[:, None] + column).where(real, torch.zeros(()).long())
-    return index.to(device), real.flatten().nonzero()[:, 0].to(device)
+def self_test(backend: Backend, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int) -> str | None:
+    """What is wrong with a backend there; None if output and gradients of a small row are those of `concat`."""
+    layout = lay_out([(5, (3, 1, 3)), (1, (4,))], shared=True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(layout.own.rows.end, h, head_size) for h in (heads, kv_heads, kv_heads, heads)]
+    q, k, v, d_out = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    results = []
+    try:
+        for attend in (concat, partial(merged, backend=backend)):
+            inputs = a, b, c = [x.clone().requires_grad_() for x in (q, k, v)]
+            with torch.enable_grad():
+                out = attend(a, b, c, layout, head_size**-0.5)
+            results.append([out, *torch.autograd.grad(out, inputs, d_out)])
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return str(error).splitlines()[0]
+    for name, right, ours in zip(("output", "d_q", "d_k", "d_v"), *results, strict=True):
+        off = ((ours - right).norm() / right.norm()).item()
+        if not off <= TOLERANCE[dtype]:
+            return f"its {name} is off by {off:.1e}"
+    return None
 
 
-def _padded(x: Tensor, index: Tensor) -> Tensor:
-    """[1, H, sum R, D] -> [K, H, R, D]."""
-    return x[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
-
-
-AttentionInterface.register(NAME, attention)
+for _kind in KINDS:
+    AttentionInterface.register(implementation(_kind), partial(attention, kind=_kind))

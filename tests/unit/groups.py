@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pasync.data.packing import MicroBatch, micro_batches
 from pasync.messages import Group, Response, float_bytes, int_bytes
 
 
@@ -14,3 +15,9 @@ def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, r
         for n, r in zip(responses, rewards, strict=True)
     ]
     return Group(version, group_id, int_bytes(rng.integers(0, vocabulary, prompt)), made, 0.0, 1.0)
+
+
+def make_batch(groups: list[Group], *, shared_prompt: bool = True) -> MicroBatch:
+    """All groups in one row."""
+    [batch] = micro_batches(groups, budget=1 << 30, normalize_std=True, shared_prompt=shared_prompt)
+    return batch

@@ -1,52 +1,79 @@
 import numpy as np
+import pytest
 import torch
-from groups import make_group
+from groups import make_batch, make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pasync.data.packing import has_gradient, pack
+from pasync.algorithm.advantages import group_advantages
+from pasync.data.packing import has_gradient, micro_batches
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 6), min_size=2, max_size=5)), min_size=1, max_size=5)
 
 
-@given(SHAPES)
-def test_every_response_token_is_predicted_by_the_row_before_it_in_its_own_sequence(shapes):
-    rng = np.random.default_rng(0)
-    groups = [make_group(rng, p, r) for p, r in shapes]
-    batch = pack(groups, normalize_std=True)
-    at = 0
-    for group, segment in zip(groups, batch.segments, strict=True):
+def whole_sequences(groups):
+    """(tokens of prompt and response, prompt's length) of every response."""
+    for group in groups:
         prompt = np.frombuffer(group.prompt_ids, "<i4").tolist()
         for response in group.responses:
-            sequence = prompt + response.token_ids.tolist()
-            for j in range(len(response.token_ids)):
-                row, position = batch.rows[at].item(), len(prompt) + j - 1
-                assert segment.start <= row < segment.end
-                assert batch.input_ids[row] == sequence[position]
-                assert batch.position_ids[row] == position
-                assert batch.targets[at] == sequence[position + 1]
-                at += 1
-    assert at == len(batch.rows) == batch.lengths.sum()
+            yield prompt + response.token_ids.tolist(), len(prompt)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(shapes=SHAPES)
+def test_every_response_token_is_predicted_by_the_row_before_it_in_its_own_sequence(shared, shapes):
+    groups = [make_group(np.random.default_rng(0), p, r) for p, r in shapes]
+    batch = make_batch(groups, shared_prompt=shared)
+    at = 0
+    for index, (sequence, prompt) in enumerate(whole_sequences(groups)):
+        for position in range(prompt - 1, len(sequence) - 1):
+            row = batch.layout.rows[at]
+            assert batch.input_ids[row] == sequence[position] and batch.layout.positions[row] == position
+            assert batch.targets[at] == sequence[position + 1] and batch.layout.owner[at] == index
+            at += 1
+    assert at == len(batch.targets) == batch.lengths.sum()
 
 
 @given(SHAPES)
-def test_a_prompt_is_packed_once_and_nothing_is_padded(shapes):
-    batch = pack([make_group(np.random.default_rng(0), p, r) for p, r in shapes], normalize_std=True)
-    assert batch.num_tokens == sum(p + sum(r) for p, r in shapes)
-    assert batch.segments[-1].end == batch.num_tokens
+def test_a_prompt_is_packed_once_or_once_per_response_and_nothing_is_padded(shapes):
+    groups = [make_group(np.random.default_rng(0), p, r) for p, r in shapes]
+    assert make_batch(groups).num_tokens == sum(p + sum(r) for p, r in shapes if sum(r))
+    assert make_batch(groups, shared_prompt=False).num_tokens == sum(p + n for p, r in shapes for n in r if n)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@given(shapes=SHAPES, budget=st.integers(1, 60))
+def test_rows_keep_to_the_budget_and_hold_every_response_once_with_its_own_advantage(shared, shapes, budget):
+    groups = [make_group(np.random.default_rng(i), p, r) for i, (p, r) in enumerate(shapes)]
+    batches = list(micro_batches(groups, budget=budget, normalize_std=True, shared_prompt=shared))
+    for batch in batches:
+        assert batch.num_tokens <= budget or (batch.lengths > 0).sum() == 1  # alone: nothing to cut
+    lengths, advantages, targets, logprobs = (
+        torch.cat([getattr(b, name) for b in batches]) for name in ("lengths", "advantages", "targets", "engine_logprobs")
+    )
+    responses = [r for g in groups for r in g.responses]
+    assert lengths.tolist() == [len(r.token_ids) for r in responses]
+    assert targets.tolist() == [t for r in responses for t in r.token_ids]
+    assert logprobs.tolist() == [x for r in responses for x in r.token_logprobs]
+    assert torch.equal(advantages, torch.cat([group_advantages(torch.tensor(g.rewards), normalize_std=True) for g in groups]))
+
+
+def test_a_group_that_fits_is_never_cut():
+    groups = [make_group(np.random.default_rng(0), 4, [3, 3]) for _ in range(3)]
+    batches = list(micro_batches(groups, budget=15, normalize_std=True, shared_prompt=True))
+    assert [b.lengths.tolist() for b in batches] == [[3, 3]] * 3
 
 
 def test_owners_lengths_and_engine_logprobs_follow_the_responses():
     group = make_group(np.random.default_rng(0), 4, [2, 0, 3])
-    batch = pack([group, group], normalize_std=True)
+    batch = make_batch([group, group])
     assert batch.lengths.tolist() == [2, 0, 3, 2, 0, 3]
-    assert batch.owner.tolist() == [0, 0, 2, 2, 2, 3, 3, 5, 5, 5]
+    assert batch.layout.owner.tolist() == [0, 0, 2, 2, 2, 3, 3, 5, 5, 5]
     assert torch.equal(batch.engine_logprobs[:2], torch.tensor(group.responses[0].token_logprobs))
 
 
-def test_no_groups_make_an_empty_micro_batch():
-    batch = pack([], normalize_std=True)
-    assert batch.num_tokens == 0 and batch.rows.numel() == 0 and batch.segments == ()
+def test_no_groups_make_no_micro_batch():
+    assert list(micro_batches([], budget=9, normalize_std=True, shared_prompt=True)) == []
 
 
 def test_only_groups_with_unequal_rewards_or_a_kl_term_have_a_gradient():

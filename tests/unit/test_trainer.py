@@ -53,6 +53,16 @@ def test_streamed_gradients_equal_the_textbook_in_any_order_and_packing(tmp_path
     assert oracle.norm() > 0 and (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
 
 
+@pytest.mark.parametrize("override", ["model.shared_prompt=off", "model.attention=concat", "parallel.micro_batch_tokens=12"])
+def test_repeated_prompts_copied_keys_and_cut_groups_have_the_same_gradient(tmp_path, model, ranks, override):
+    trainer = Trainer(small_config(tmp_path, model, override, kl_coef=0.1, normalizer="sequence"), model, ranks)
+    perturbed(trainer.model)
+    trainer.forward_backward(GROUPS)
+    ours = trainer.optimizer.gradient.reduce(divisor(GROUPS, "sequence"))[: trainer.optimizer.num_parameters]
+    oracle = textbook_gradient(model, GROUPS, "sequence", 0.1)
+    assert (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
+
+
 def textbook_steps(model: Path, old: list[torch.Tensor] | None, updates: int, lr: float) -> torch.Tensor:
     """[parameters] after several AdamW steps on the one batch; `old` as in `textbook_loss`, None for the starting weights' own."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
