@@ -1,89 +1,160 @@
 """Resumable checkpoints and the exported model.
 
-    <run>/checkpoints/iteration-00010/rank-0-of-2.safetensors   that rank's slice of master weights and AdamW moments, float32
-                                      rank-1-of-2.safetensors
-                                      state.json                iteration; written before the folder gets its name
-    <run>/model/                                                Hugging Face format, for transformers and vLLM
+    <run>/checkpoints/iteration-00010/    torch.distributed.checkpoint: master weights and AdamW moments, float32, under the names of
+                                          the Hugging Face checkpoint, and the next iteration
+    <run>/model/                          Hugging Face format, for transformers and vLLM
 
-A folder appears under its name only when complete. The slices of all ranks in order are the whole flat vector, so a run may continue
-on another number of ranks. Data order and schedule are functions of (seed, iteration) and need no state.
+A folder appears under its name only when complete. Every parameter is described as a whole that processes hold pieces of, so a run
+may continue on another number of ranks, stages or shards. Data order and schedule are functions of (seed, iteration) and need no state.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedTokenizerBase
 
-from pasync.config import CheckpointConfig, Config
+from pasync.config import Config
 from pasync.errors import TrainingError
+from pasync.parallel.slices import Slot
+from pasync.parallel.zero import KEYS
 from pasync.trainer import Trainer
 
-
-def due(config: Config, iteration: int) -> bool:
-    """Whether to save after this iteration: every n-th and the last, so that a finished run can be continued too."""
-    every, done = config.checkpoint.every, iteration + 1
-    return bool(every) and (done % every == 0 or done == config.iterations)
+log = logging.getLogger(__name__)
 
 
-def save(trainer: Trainer, run: Path, iteration: int, config: CheckpointConfig) -> None:
-    """Write what is needed to continue with `iteration` next, then delete the oldest beyond `config.keep`. A collective."""
-    ranks, folder = trainer.ranks, run / "checkpoints" / f"iteration-{iteration:05d}"
-    partial = folder.with_suffix(".partial")
-    ranks.on_first(lambda: _empty_folder(partial))
-    slices = {name: t.cpu().contiguous() for name, t in trainer.optimizer.state().items()}
-    save_file(slices, partial / f"rank-{ranks.rank}-of-{ranks.size}.safetensors")
-    dist.barrier()
-    if ranks.is_first:
-        state = {"iteration": iteration, "ranks": ranks.size, "parameters": trainer.optimizer.num_parameters}
-        (partial / "state.json").write_text(json.dumps(state))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        for old in _complete(run)[: -config.keep]:
-            shutil.rmtree(old)
+class Checkpoints:
+    """Of one run. Methods run on the main thread of every rank and are collectives.
 
-
-def resume(trainer: Trainer, run: Path) -> int:
-    """Load the newest checkpoint of the run folder, if there is one. A collective.
-
-    Returns:
-        The iteration to do next; 0 without a checkpoint.
-
-    Raises:
-        TrainingError: on all ranks, if the checkpoint is of another model.
+    Args:
+        run: the run folder.
     """
-    chosen = trainer.ranks.from_first(lambda: b"".join(str(p).encode() for p in _complete(run)[-1:])).decode()
-    if not chosen:
-        return 0
-    state = json.loads((Path(chosen) / "state.json").read_text())
-    if state["parameters"] != trainer.optimizer.num_parameters:
-        raise TrainingError(f"{chosen} holds {state['parameters']} parameters, the model has {trainer.optimizer.num_parameters}")
-    n = state["ranks"]
-    trainer.optimizer.load_state([load_file(Path(chosen) / f"rank-{r}-of-{n}.safetensors") for r in range(n)])
-    return state["iteration"]
+
+    def __init__(self, config: Config, run: Path, trainer: Trainer) -> None:
+        self.config, self.folder, self.trainer = config.checkpoint, run / "checkpoints", trainer
+        self.last = config.iterations
+        self._group = dist.new_group(backend="gloo")  # its own: the writing thread must not mix with the main thread's collectives
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+
+    def due(self, iteration: int) -> bool:
+        """Whether to save after this iteration: every n-th and the last, so that a finished run can be continued too."""
+        done = iteration + 1
+        return bool(self.config.every) and (done % self.config.every == 0 or done == self.last)
+
+    def save(self, iteration: int) -> None:
+        """Copy what is needed to continue with `iteration` next, and return while a thread writes it.
+
+        Waits for the checkpoint before. Once written, the folder gets its name and the oldest beyond `keep` are deleted.
+
+        Raises:
+            TrainingError: on all ranks, if the one before could not be written.
+        """
+        self.finish()
+        unfinished = self.folder / f"iteration-{iteration:05d}.partial"
+        self.trainer.ranks.on_first(lambda: _empty_folder(unfinished))
+        state = self._described(self._copies()) | {"iteration": torch.tensor(iteration)}
+        self._writing = self._thread.submit(self._write, state, unfinished)
+
+    def finish(self) -> None:
+        """Wait until what is being written is complete."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        try:
+            writing.result()
+        except Exception as error:
+            raise TrainingError(f"a checkpoint could not be written: {error}") from error
+
+    def resume(self) -> int:
+        """Load the newest checkpoint of the run folder, if there is one.
+
+        Returns:
+            The iteration to do next; 0 without a checkpoint.
+
+        Raises:
+            TrainingError: on all ranks, if the checkpoint is of another model.
+        """
+        ranks = self.trainer.ranks
+        chosen = ranks.from_first(lambda: b"".join(str(p).encode() for p in self._complete()[-1:])).decode()
+        if not chosen:
+            return 0
+        copies = self._copies()
+        state = self._described(copies) | {"iteration": torch.tensor(0)}
+        self._require_same_model(chosen, state)
+        dcp.load(state, checkpoint_id=chosen, process_group=self._group)
+        for key, slices in self.trainer.optimizer.state().items():
+            slices.copy_(copies[key])
+        self.trainer.optimizer.write_parameters()
+        return int(state["iteration"])
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The optimizer's slices, on the host."""
+        return {key: slices.to("cpu", copy=True) for key, slices in self.trainer.optimizer.state().items()}
+
+    def _described(self, slices: dict[str, Tensor]) -> dict[str, Any]:
+        """Every parameter's rows in the slices, as views, under its name."""
+        slots = self.trainer.optimizer.slots
+        return {f"{key}.{slot.name}": self._part(slot, slices[key]) for key in KEYS for slot in slots} | {"step": slices["step"]}
+
+    def _part(self, slot: Slot, piece: Tensor) -> DTensor:
+        """This rank's rows of a parameter as part of the whole."""
+        mesh, data = self.trainer.ranks.mesh, self.trainer.ranks.mesh.data
+        return DTensor.from_local(
+            slot.own(piece, data.index),
+            mesh.hosts["tensor", "data"],
+            [Replicate(), Shard(0)],
+            run_check=False,
+            shape=torch.Size(slot.shape),
+            stride=torch.empty(slot.shape, device="meta").stride(),
+        )
+
+    def _require_same_model(self, chosen: str, state: dict[str, Any]) -> None:
+        saved = dcp.FileSystemReader(chosen).read_metadata().state_dict_metadata
+        for name, tensor in state.items():
+            size = getattr(saved.get(name), "size", None)
+            if size != tensor.shape:
+                raise TrainingError(f"{chosen} is of another model: it holds {name} as {size}, the model has {tuple(tensor.shape)}")
+
+    def _write(self, state: dict[str, Any], unfinished: Path) -> None:
+        """Runs in the writing thread of every rank; returns when all have written."""
+        dcp.save(state, checkpoint_id=unfinished, process_group=self._group)
+        if not self.trainer.ranks.is_first:
+            return
+        folder = unfinished.with_suffix("")
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        for old in self._complete()[: -self.config.keep]:
+            shutil.rmtree(old)
+        log.info("checkpoint %s is complete", folder.name)
+
+    def _complete(self) -> list[Path]:
+        """Finished checkpoint folders, oldest first."""
+        return sorted(
+            p for p in self.folder.glob("iteration-*") if re.fullmatch(r"iteration-\d{5,}", p.name) and (p / ".metadata").exists()
+        )
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0."""
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    trainer.model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    unfinished = folder.with_suffix(".partial")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    trainer.model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    unfinished.rename(folder)
 
 
 def _empty_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
-
-
-def _complete(run: Path) -> list[Path]:
-    """Finished checkpoint folders, oldest first."""
-    found = (run / "checkpoints").glob("iteration-*")
-    return sorted(p for p in found if re.fullmatch(r"iteration-\d{5,}", p.name) and (p / "state.json").exists())

@@ -16,8 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from pasync import checkpoint
 from pasync import device as devices
+from pasync.checkpoint import Checkpoints
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import PromptStream
@@ -39,18 +39,20 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     tokenizer = load_tokenizer(folder)
     prompts = PromptStream(config, tokenizer)
     trainer = Trainer(config, folder, ranks)
-    first = checkpoint.resume(trainer, run)
+    checkpoints = Checkpoints(config, run, trainer)
+    first = checkpoints.resume()
     trace = Trace(run, f"rank-{ranks.rank}", first)
     leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None
     with ExitStack() as stack:
         lead(ranks, leader, Leader.start, stack)
         for t in range(first, config.iterations):
             iterate(t, config, leader, trainer, trace)
-            if checkpoint.due(config, t):
+            if checkpoints.due(t):
                 with trace.span("checkpoint", t):
                     log.info("iteration %d: checkpoint", t)
-                    checkpoint.save(trainer, run, t + 1, config.checkpoint)
+                    checkpoints.save(t + 1)
         lead(ranks, leader, Leader.end, tokenizer)
+        checkpoints.finish()
 
 
 def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, trace: Trace) -> None:

@@ -35,7 +35,7 @@ class Trainer:
             devices.make_deterministic()
         self.model: PreTrainedModel = load_model(config.model, model_folder, ranks.device)
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.algorithm.kl_coef else None
-        self.optimizer = ShardedAdamW(self.model.parameters(), config.optimizer, ranks, exact=self.exact)
+        self.optimizer = ShardedAdamW(self.model.named_parameters(), config.optimizer, ranks, exact=self.exact)
         self._start_batch()
 
     def forward_backward(self, groups: list[Group]) -> None:

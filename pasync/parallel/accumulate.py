@@ -1,7 +1,7 @@
 """Sums of gradients over a batch: in float32, or exactly.
 
-Both hold one flat vector for all parameters, W n long, and give each rank its slice [n] of the sum over all ranks. Nothing here is a
-collective but `reduce`. Letters: W ranks, n numbers of a slice.
+Both hold the slices of all ranks of the data axis, [W, n]; `reduce` gives each rank its own of the sum over all. Nothing else here is a
+collective. Letters: W data-parallel ranks, n numbers of a slice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pasync.errors import TrainingError
-from pasync.parallel.ranks import Ranks
+from pasync.parallel.mesh import Axis
+from pasync.parallel.slices import Slot
 
 UNIT = 2.0**-40
 LIMIT = 2.0**22
@@ -21,16 +22,17 @@ LIMIT = 2.0**22
 class FloatSum:
     """float32: equal to the sum in any other order up to rounding."""
 
-    def __init__(self, size: int, ranks: Ranks) -> None:
-        self._ranks, self._total = ranks, torch.zeros(size, device=ranks.device)
+    def __init__(self, size: int, axis: Axis, device: torch.device) -> None:
+        self._axis, self._total = axis, torch.zeros(axis.size, size, device=device)
 
-    def add(self, at: int, gradient: Tensor) -> None:
-        """Add one parameter's gradient, which begins at position `at` of the flat vector."""
-        self._total[at : at + gradient.numel()] += gradient.flatten()
+    def add(self, slot: Slot, gradient: Tensor) -> None:
+        """Add one parameter's gradient."""
+        for total, part in slot.pieces(self._total, gradient):
+            total += part
 
     def reduce(self, divisor: float) -> Tensor:
         """[n] float32: this rank's slice of the sum over all ranks, divided. A collective."""
-        return _scattered(self._total, self._ranks).div_(divisor)
+        return _scattered(self._total, self._axis).div_(divisor)
 
     def clear(self) -> None:
         """Start a new sum."""
@@ -45,15 +47,17 @@ class ExactSum:
     memory, and about five more passes over each gradient.
     """
 
-    def __init__(self, size: int, ranks: Ranks) -> None:
-        self._ranks, self._total = ranks, torch.zeros(size, dtype=torch.int64, device=ranks.device)
-        self._bounds: dict[int, Tensor] = {}  # of each parameter: no sum of its numbers is larger
+    def __init__(self, size: int, axis: Axis, device: torch.device) -> None:
+        self._axis, self._total = axis, torch.zeros(axis.size, size, dtype=torch.int64, device=device)
+        self._bounds: dict[Slot, Tensor] = {}  # of each parameter: no sum of its numbers is larger
 
-    def add(self, at: int, gradient: Tensor) -> None:
+    def add(self, slot: Slot, gradient: Tensor) -> None:
         """As in `FloatSum`."""
-        exact = gradient.flatten().double()
-        self._bounds[at] = self._bounds.get(at, 0.0) + exact.abs().max()
-        self._total[at : at + gradient.numel()] += exact.div_(UNIT).round_().clamp_(-LIMIT / UNIT, LIMIT / UNIT).long()
+        exact = gradient.double()
+        self._bounds[slot] = self._bounds.get(slot, 0.0) + exact.abs().max()
+        integers = exact.div_(UNIT).round_().clamp_(-LIMIT / UNIT, LIMIT / UNIT).long()
+        for total, part in slot.pieces(self._total, integers):
+            total += part
 
     def reduce(self, divisor: float) -> Tensor:
         """As in `FloatSum`.
@@ -65,7 +69,7 @@ class ExactSum:
         dist.all_reduce(bound)
         if not bound < LIMIT:
             raise TrainingError(f"gradient sums up to {bound.item():.3g} do not fit parallel.accumulate=exact, the limit is {LIMIT:.3g}")
-        return (_scattered(self._total, self._ranks).double() * UNIT).div_(divisor).float()
+        return (_scattered(self._total, self._axis).double() * UNIT).div_(divisor).float()
 
     def clear(self) -> None:
         """Start a new sum."""
@@ -73,9 +77,10 @@ class ExactSum:
         self._bounds = {}
 
 
-def _scattered(total: Tensor, ranks: Ranks) -> Tensor:
-    if ranks.size == 1:
-        return total
-    mine = torch.empty(len(total) // ranks.size, dtype=total.dtype, device=total.device)
-    dist.reduce_scatter_tensor(mine, total)
+def _scattered(total: Tensor, axis: Axis) -> Tensor:
+    """[n]"""
+    if axis.size == 1:
+        return total[0].clone()
+    mine = torch.empty_like(total[0])
+    dist.reduce_scatter_tensor(mine, total.view(-1), group=axis.group)
     return mine

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+NAMES = ("pipeline", "tensor", "data")
 
 
 @dataclass(frozen=True)
@@ -40,32 +44,45 @@ class Mesh:
     """This process's place on the grid."""
 
     pipeline: Axis
-    data: Axis
     tensor: Axis
+    data: Axis
+    stage: Axis
+    """All processes of the same pipeline stage."""
+    ends: Axis | None
+    """The same replica and shard on the first and on the last stage, for what both hold; None on stages between, and with one stage."""
+    hosts: DeviceMesh
+    """The same grid for torch's own distributed tensors, in host memory; dimensions NAMES."""
 
 
-def make_mesh(*, pipeline: int, tensor: int) -> Mesh:
+def make_mesh(*, pipeline: int = 1, tensor: int = 1) -> Mesh:
     """Arrange all processes of the default group. A collective.
 
     Raises:
         ValueError: their number is not a multiple of pipeline x tensor.
     """
-    world, me = dist.get_world_size(), dist.get_rank()
+    world = dist.get_world_size()
     if world % (pipeline * tensor):
         raise ValueError(f"{world} processes cannot be {pipeline} stages x {tensor} shards, must be a multiple of {pipeline * tensor}")
-    data = world // (pipeline * tensor)
+    grid = torch.arange(world).view(pipeline, -1, tensor).transpose(1, 2)  # [pipeline, tensor, data]
+    hosts = DeviceMesh("cpu", grid, mesh_dim_names=NAMES)
+    p, t, d = (grid == dist.get_rank()).nonzero()[0].tolist()
+    lines = zip(NAMES, (p, t, d), (grid[:, t, d], grid[p, :, d], grid[p, t]), strict=True)
+    axes = {name: Axis(index, tuple(line.tolist()), hosts.get_group(name)) for name, index, line in lines}
+    stage = _axis(grid.flatten(1).tolist())
+    assert stage is not None
+    return Mesh(**axes, stage=stage, ends=_axis(_ends(grid)), hosts=hosts)
 
-    def rank(stage: int, replica: int, shard: int) -> int:
-        return (stage * data + replica) * tensor + shard
 
-    lines = [
-        [tuple(rank(s, d, t) for s in range(pipeline)) for d in range(data) for t in range(tensor)],
-        [tuple(rank(s, d, t) for d in range(data)) for s in range(pipeline) for t in range(tensor)],
-        [tuple(rank(s, d, t) for t in range(tensor)) for s in range(pipeline) for d in range(data)],
-    ]
-    axes = []
-    for parallel in lines:
-        made = [(line, dist.new_group(list(line))) for line in parallel]
-        line, group = next((line, group) for line, group in made if me in line)
-        axes.append(Axis(line.index(me), line, group))
-    return Mesh(*axes)
+def _ends(grid: torch.Tensor) -> list[list[int]]:
+    """Pairs of ranks on the first and the last stage."""
+    return [] if len(grid) == 1 else torch.stack([grid[0], grid[-1]], -1).flatten(0, 1).tolist()
+
+
+def _axis(lines: list[list[int]]) -> Axis | None:
+    """The line that this process is on, if any; makes a group for every one. A collective."""
+    mine, me = None, dist.get_rank()
+    for line in lines:
+        group = dist.new_group(line)
+        if me in line:
+            mine = Axis(line.index(me), tuple(line), group)
+    return mine

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pasync import device as devices
 from pasync.errors import error_named
+from pasync.parallel.mesh import Mesh, make_mesh
 
 _OK, _FAILED = 0, 1
 
@@ -29,6 +30,7 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    mesh: Mesh
 
     @property
     def is_first(self) -> bool:
@@ -92,16 +94,17 @@ class Ranks:
 
 
 @contextmanager
-def join_ranks(kind: str, *, deadline_s: float) -> Iterator[Ranks]:
+def join_ranks(kind: str, *, deadline_s: float, pipeline: int = 1, tensor: int = 1) -> Iterator[Ranks]:
     """Enter the process group of this torchrun (reads its environment variables) and leave it at the end of the block.
 
     Args:
         kind: "cpu", "cuda" or "npu"; collectives on host tensors always go over gloo.
         deadline_s: longest wait of one rank for another.
+        pipeline: stages; tensor: shards of each layer. See `make_mesh`.
     """
     device = devices.torch_device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor))
     finally:
         dist.destroy_process_group()

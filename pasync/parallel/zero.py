@@ -1,17 +1,17 @@
-"""Data parallelism by ZeRO-1: every rank holds the whole model, each owns a slice of the optimizer.
+"""Data parallelism by ZeRO-1: every replica holds the whole model, each rank owns a slice of the optimizer.
 
-    backward --hook--> sum of gradients [W n]   (no collective inside a batch, so ranks may do different amounts of work)
+    backward --hook--> sum of gradients [W, n]   (no collective inside a batch, so ranks may do different amounts of work)
     end of batch:  reduce-scatter -> my slice [n] -> divide once -> clip -> AdamW on fp32 master slice -> all-gather -> model
 
-All parameters lie one after the other in one flat vector, cut into W equal slices (arXiv 1910.02054, stage 1). Slices are whole
-blocks, and the norm is added up block by block, so that it does not depend on the number of ranks. Letters: W ranks, n numbers of a
-slice.
+A slice holds whole rows of every parameter (`slices.py`; arXiv 1910.02054, stage 1). The norm is added up row by row, so that it does
+not depend on the number of replicas. Letters: W data-parallel ranks, n numbers of a slice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,21 @@ from pasync.config import OptimizerConfig
 from pasync.errors import TrainingError
 from pasync.parallel.accumulate import ExactSum, FloatSum
 from pasync.parallel.ranks import Ranks
+from pasync.parallel.slices import Slot, plan
 
-BLOCK = 4096
+KEYS = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Names of parameters of which more than one process of a replica holds a copy or a part of the gradient."""
+
+    replicated: frozenset[str] = frozenset()
+    """The same on every shard of the tensor axis: count once."""
+    partial: frozenset[str] = frozenset()
+    """Of these, those whose gradient every shard has a part of: add up."""
+    tied: str | None = None
+    """The head that is the embedding: on the first and on the last stage, each with a part of the gradient."""
 
 
 class ShardedAdamW:
@@ -32,26 +45,29 @@ class ShardedAdamW:
     Parameters may be stored in any type; the master copy and both moments are float32.
 
     Args:
+        parameters: names and parameters of this process, none twice.
+        copies: how they relate to other processes of the same replica.
         exact: add up gradients exactly (see `parallel.accumulate`).
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, ranks: Ranks, *, exact: bool = False) -> None:
-        self.parameters, self.ranks, self.clip_norm = list(parameters), ranks, config.clip_norm
-        self.num_parameters = sum(p.numel() for p in self.parameters)
-        self.slice_size = math.ceil(self.num_parameters / (ranks.size * BLOCK)) * BLOCK
-        self.gradient = (ExactSum if exact else FloatSum)(ranks.size * self.slice_size, ranks)
-        start = ranks.rank * self.slice_size
-        flat = torch.zeros(ranks.size * self.slice_size, device=ranks.device)  # [W n]
-        at = 0
-        for p in self.parameters:
-            flat[at : at + p.numel()] = p.detach().flatten()
-            p.register_post_accumulate_grad_hook(self._adder(at))
-            at += p.numel()
-        self.master = nn.Parameter(flat[start : start + self.slice_size].clone())  # [n]
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, ranks: Ranks, *,
+        copies: Copies = Copies(), exact: bool = False,
+    ) -> None:  # fmt: skip
+        self.parameters, self.ranks, self.mesh, self.copies = dict(parameters), ranks, ranks.mesh, copies
+        self.clip_norm, self.axis = config.clip_norm, ranks.mesh.data
+        self.slots = plan([(name, tuple(p.shape)) for name, p in self.parameters.items()], self.axis.size)
+        self.gradient = (ExactSum if exact else FloatSum)(self.slots[-1].stop, self.axis, ranks.device)
+        slices = torch.zeros(self.axis.size, self.slots[-1].stop, device=ranks.device)  # [W, n]
+        for slot, p in zip(self.slots, self.parameters.values(), strict=True):
+            for place, rows in slot.pieces(slices, p.detach()):
+                place.copy_(rows)
+            p.register_post_accumulate_grad_hook(self._adder(slot))
+        self.master = nn.Parameter(slices[self.axis.index].clone())  # [n]
         self.adamw = torch.optim.AdamW(
             [self.master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
             **devices.adamw_flags(ranks.device),
-        )
+        )  # fmt: skip
 
     def step(self, *, lr: float, divisor: float) -> float:
         """Divide the summed gradient, clip it, update the weights on all ranks, and start a new sum.
@@ -68,7 +84,7 @@ class ShardedAdamW:
         Raises:
             TrainingError: on all ranks, if the gradient is not finite; weights are unchanged then.
         """
-        gradient = self.gradient.reduce(divisor)  # [n]
+        gradient = self.summed(divisor)  # [n]
         norm = self._norm(gradient)
         if not math.isfinite(norm):
             raise TrainingError(f"the gradient's norm is {norm}; the weights of the last finished iteration are unchanged")
@@ -81,57 +97,67 @@ class ShardedAdamW:
         self.gradient.clear()
         return norm
 
+    def summed(self, divisor: float) -> Tensor:
+        """[n] this rank's slice of the batch's gradient, of the whole model and all replicas. A collective."""
+        gradient = self.gradient.reduce(divisor)
+        for slot in sorted(self.slots, key=lambda slot: slot.name):  # the same order everywhere
+            if slot.name in self.copies.partial:
+                dist.all_reduce(gradient[slot.start : slot.stop], group=self.mesh.tensor.group)
+        if self.copies.tied and self.mesh.ends:
+            slot = next(slot for slot in self.slots if slot.name == self.copies.tied)
+            dist.all_reduce(gradient[slot.start : slot.stop], group=self.mesh.ends.group)
+        return gradient
+
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Copy the master weights of all ranks into the model. A collective."""
-        flat = self.master.detach().to(self.parameters[0].dtype)  # [n]
-        if self.ranks.size > 1:
-            mine, flat = flat, torch.empty(self.ranks.size * self.slice_size, dtype=flat.dtype, device=flat.device)  # [W n]
-            dist.all_gather_into_tensor(flat, mine)
-        at = 0
-        for p in self.parameters:
-            p.copy_(flat[at : at + p.numel()].view_as(p))
-            at += p.numel()
+        dtype = next(iter(self.parameters.values())).dtype
+        for p, whole in zip(self.parameters.values(), self.whole(self.master.detach().to(dtype)), strict=True):
+            p.copy_(whole)
+
+    def whole(self, mine: Tensor) -> Iterator[Tensor]:
+        """Every parameter's numbers from the slices [n] of all ranks of the data axis. A collective."""
+        slices = mine[None]
+        if self.axis.size > 1:
+            slices = torch.empty(self.axis.size, len(mine), dtype=mine.dtype, device=mine.device)  # [W, n]
+            dist.all_gather_into_tensor(slices.view(-1), mine, group=self.axis.group)
+        for slot in self.slots:
+            yield slices[:, slot.start : slot.stop].reshape(-1, *slot.shape[1:])[: slot.shape[0]]
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's slices, each [n] float32, and the number of steps taken."""
-        moments = self.adamw.state.get(self.master, {})
-        zeros = torch.zeros_like(self.master)
-        return {
-            "master": self.master.detach(),
-            "exp_avg": moments.get("exp_avg", zeros),
-            "exp_avg_sq": moments.get("exp_avg_sq", zeros),
-            "step": torch.as_tensor(moments.get("step", 0.0), dtype=torch.float32).reshape(1),
-        }
+        """This rank's slices of KEYS, each [n] float32, and the number of steps taken. Moments start at zero."""
+        moments = self.adamw.state[self.master]
+        if not moments:  # as AdamW itself would on its first step
+            moments |= {"step": torch.zeros((), device=self.ranks.device)}
+            moments |= {key: torch.zeros_like(self.master) for key in KEYS[1:]}
+        return {"master": self.master.detach(), **moments}
 
-    def load_state(self, slices: list[dict[str, Tensor]]) -> None:
-        """Continue from the states of all ranks of an earlier run, in rank order; their number may differ from now. A collective."""
-        start = self.ranks.rank * self.slice_size
-        mine = {}
-        for key in ("master", "exp_avg", "exp_avg_sq"):
-            whole = torch.cat([s[key] for s in slices])[: self.num_parameters]
-            part = torch.zeros(self.slice_size)
-            kept = whole[start : start + self.slice_size]
-            part[: len(kept)] = kept
-            mine[key] = part.to(self.ranks.device)
-        self.master.data.copy_(mine.pop("master"))
-        self.adamw.state[self.master] = {"step": slices[0]["step"].reshape(()).clone().to(self.ranks.device), **mine}
-        self.write_parameters()
-
-    def _adder(self, at: int) -> Callable[[Tensor], None]:
+    def _adder(self, slot: Slot) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self.gradient.add(at, parameter.grad)
+            self.gradient.add(slot, parameter.grad)
             parameter.grad = None
 
         return add
 
     def _norm(self, gradient: Tensor) -> float:
-        """Norm over all ranks' slices. fsum rounds once, so nothing depends on how blocks were spread."""
-        squares = torch.linalg.vector_norm(gradient.view(-1, BLOCK), dim=1, dtype=torch.float64).square().cpu()  # [n / BLOCK]
-        parts = [torch.empty_like(squares) for _ in range(self.ranks.size)]
-        dist.all_gather(parts, squares)
-        return math.sqrt(math.fsum(torch.cat(parts).tolist()))
+        """Over all processes, copies counted once. fsum rounds once, so nothing depends on how rows were spread over replicas."""
+        squares = torch.cat([self._squares(slot, gradient) for slot in self.slots]).cpu()  # [rows of a slice] float64
+        parts = [torch.empty_like(squares) for _ in range(self.axis.size)]
+        dist.all_gather(parts, squares, group=self.axis.group)
+        total = torch.tensor(math.fsum(torch.cat(parts).tolist()), dtype=torch.float64)
+        for axis in (self.mesh.tensor, self.mesh.pipeline):
+            if axis.size > 1:
+                dist.all_reduce(total, group=axis.group)
+        return math.sqrt(total)
+
+    def _squares(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """[chunk] squared norm of each row; zero where another process counts it."""
+        rows = gradient[slot.start : slot.stop].view(slot.chunk, -1)
+        squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
+        replica = slot.name in self.copies.replicated and not self.mesh.tensor.is_first
+        copy = slot.name == self.copies.tied and not self.mesh.pipeline.is_first
+        return squares.zero_() if replica or copy else squares
 
 
 def learning_rate(config: OptimizerConfig, iteration: int, iterations: int) -> float:

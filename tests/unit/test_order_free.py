@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from groups import make_group
-from textbook import divisor, perturbed, small_config, textbook_gradient
+from textbook import divisor, flat_gradient, perturbed, small_config, textbook_gradient
 from workers import run_ranks
 
 from pasync.batch import Batch
@@ -56,11 +55,9 @@ def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tens
         batch = Batch(source, 0, iter(()), refills=False)
     for groups in stream_micro_batches(batch, config, ranks):
         trainer.forward_backward(groups)
-    mine = trainer.optimizer.gradient.reduce(divisor(batch_of_groups(), config.algorithm.normalizer))
-    parts = [torch.empty_like(mine) for _ in range(ranks.size)]
-    dist.all_gather(parts, mine)
+    gradient = flat_gradient(trainer, divisor(batch_of_groups(), config.algorithm.normalizer))
     trainer.optimizer.gradient.clear()
-    return torch.cat(parts)[: trainer.optimizer.num_parameters]
+    return gradient
 
 
 def in_orders(config: Config, seeds: range, budget: int) -> list[Config]:

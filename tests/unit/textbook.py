@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.messages import Group
+from pasync.trainer import Trainer
 
 TEMPERATURE, MAX_TOKENS = 0.7, 8
 
@@ -73,3 +74,9 @@ def divisor(groups: list[Group], normalizer: str) -> int:
     """What the summed loss is divided by."""
     responses = sum(len(g.responses) for g in groups)
     return {"sequence": responses, "token": sum(g.num_response_tokens for g in groups), "constant": responses * MAX_TOKENS}[normalizer]
+
+
+def flat_gradient(trainer: Trainer, divisor: float) -> torch.Tensor:
+    """[parameters] the divided gradient that the trainer has summed. A collective."""
+    optimizer = trainer.optimizer
+    return torch.cat([whole.flatten() for whole in optimizer.whole(optimizer.summed(divisor))])
