@@ -6,8 +6,9 @@ Letters: T packed tokens, N response tokens, S responses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,15 +18,24 @@ from pasync.data.layout import Layout, lay_out
 from pasync.messages import Group, Response
 
 
-@dataclass(frozen=True)
-class Part:
-    """A group, or some of its responses where all of them would not fit."""
+class Part(msgspec.Struct, frozen=True):
+    """A group, or some of its responses where all of them would not fit. Pipeline stages send these to one another."""
 
-    prompt_ids: np.ndarray
-    """[P] int32."""
+    prompt_ids: bytes
+    """int32 [P]."""
     responses: list[Response]
-    advantages: Tensor
-    """[responses] float32, among all responses of the group."""
+    """Without text."""
+    advantages: list[float]
+    """[responses] among all responses of the group."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) // 4
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response."""
+        return [len(r.ids) // 4 for r in self.responses]
 
 
 @dataclass(frozen=True)
@@ -56,8 +66,8 @@ class MicroBatch:
         )
 
 
-def micro_batches(groups: Iterable[Group], *, budget: int, normalize_std: bool, shared_prompt: bool) -> Iterator[MicroBatch]:
-    """Pack groups in the order given, up to `budget` tokens a row.
+def rows(groups: Iterable[Group], *, budget: int, normalize_std: bool, shared_prompt: bool) -> Iterator[list[Part]]:
+    """What to pack into one row each: groups in the order given, up to `budget` tokens a row.
 
     A group that is larger is cut between responses, and its prompt computed once per piece. Gradients of the pieces add up to the
     group's own: advantages and weights do not depend on the cut. A response alone may exceed the budget.
@@ -70,28 +80,28 @@ def micro_batches(groups: Iterable[Group], *, budget: int, normalize_std: bool, 
     for group in groups:
         for piece in _pieces(_whole(group, normalize_std), budget, shared_prompt):
             if row and _tokens([*row, piece], shared_prompt) > budget:
-                yield pack(row, shared_prompt=shared_prompt)
+                yield row
                 row = []
             row.append(piece)
     if row:
-        yield pack(row, shared_prompt=shared_prompt)
+        yield row
 
 
 def pack(parts: list[Part], *, shared_prompt: bool) -> MicroBatch:
     """Lay out all parts in one row."""
     responses = [r for part in parts for r in part.responses]
-    layout = lay_out([(len(part.prompt_ids), _lengths(part)) for part in parts], shared=shared_prompt)
+    layout = lay_out([(part.prompt_tokens, part.lengths) for part in parts], shared=shared_prompt)
     if shared_prompt:
-        ids = [part.prompt_ids for part in parts if sum(_lengths(part))] + [r.token_ids for r in responses]
+        ids = [part.prompt_ids for part in parts if sum(part.lengths)] + [r.ids for r in responses]
     else:
-        ids = [x for part in parts for r in part.responses if r.ids for x in (part.prompt_ids, r.token_ids)]
+        ids = [x for part in parts for r in part.responses if r.ids for x in (part.prompt_ids, r.ids)]
     return MicroBatch(
         layout=layout,
-        input_ids=_joined(ids, np.int64),
-        targets=_joined([r.token_ids for r in responses], np.int64),
-        lengths=torch.tensor([len(r.token_ids) for r in responses], dtype=torch.int64),
-        advantages=torch.cat([part.advantages for part in parts]),
-        engine_logprobs=_joined([r.token_logprobs for r in responses], np.float32),
+        input_ids=_tensor(ids, "<i4").long(),
+        targets=_tensor([r.ids for r in responses], "<i4").long(),
+        lengths=torch.tensor([n for part in parts for n in part.lengths], dtype=torch.int64),
+        advantages=torch.tensor([a for part in parts for a in part.advantages], dtype=torch.float32),
+        engine_logprobs=_tensor([r.logprobs for r in responses], "<f4"),
     )
 
 
@@ -102,7 +112,7 @@ def has_gradient(group: Group, *, kl_coef: float) -> bool:
 
 def _whole(group: Group, normalize_std: bool) -> Part:
     advantages = group_advantages(torch.tensor(group.rewards, dtype=torch.float32), normalize_std=normalize_std)
-    return Part(np.frombuffer(group.prompt_ids, "<i4"), group.responses, advantages)
+    return Part(group.prompt_ids, [msgspec.structs.replace(r, text="") for r in group.responses], advantages.tolist())
 
 
 def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
@@ -117,22 +127,18 @@ def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    return replace(part, responses=part.responses[start:stop], advantages=part.advantages[start:stop])
+    return Part(part.prompt_ids, part.responses[start:stop], part.advantages[start:stop])
 
 
 def _tokens(parts: list[Part], shared_prompt: bool) -> int:
     """Length of their row."""
     total = 0
     for part in parts:
-        lengths = _lengths(part)
-        prompts = min(1, sum(lengths)) if shared_prompt else sum(n > 0 for n in lengths)
-        total += prompts * len(part.prompt_ids) + sum(lengths)
+        prompts = min(1, sum(part.lengths)) if shared_prompt else sum(n > 0 for n in part.lengths)
+        total += prompts * part.prompt_tokens + sum(part.lengths)
     return total
 
 
-def _lengths(part: Part) -> list[int]:
-    return [len(r.token_ids) for r in part.responses]
-
-
-def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:
-    return torch.from_numpy(np.concatenate([*arrays, np.zeros(0, dtype)]).astype(dtype))
+def _tensor(arrays: list[bytes], dtype: str) -> Tensor:
+    """Little-endian arrays, one after the other."""
+    return torch.from_numpy(np.frombuffer(bytearray(b"".join(arrays)), dtype))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pasync.data.packing import MicroBatch, micro_batches
+from pasync.data.packing import MicroBatch, pack, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
 
 
@@ -19,5 +19,5 @@ def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, r
 
 def make_batch(groups: list[Group], *, shared_prompt: bool = True) -> MicroBatch:
     """All groups in one row."""
-    [batch] = micro_batches(groups, budget=1 << 30, normalize_std=True, shared_prompt=shared_prompt)
-    return batch
+    [row] = rows(groups, budget=1 << 30, normalize_std=True, shared_prompt=shared_prompt)
+    return pack(row, shared_prompt=shared_prompt)

@@ -6,9 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pasync.algorithm.advantages import group_advantages
-from pasync.data.packing import has_gradient, micro_batches
+from pasync.data.packing import has_gradient, pack, rows
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 6), min_size=2, max_size=5)), min_size=1, max_size=5)
+
+
+def packed(groups, budget: int, shared: bool = True):
+    """All micro-batches."""
+    return [pack(row, shared_prompt=shared) for row in rows(groups, budget=budget, normalize_std=True, shared_prompt=shared)]
 
 
 def whole_sequences(groups):
@@ -45,7 +50,7 @@ def test_a_prompt_is_packed_once_or_once_per_response_and_nothing_is_padded(shap
 @given(shapes=SHAPES, budget=st.integers(1, 60))
 def test_rows_keep_to_the_budget_and_hold_every_response_once_with_its_own_advantage(shared, shapes, budget):
     groups = [make_group(np.random.default_rng(i), p, r) for i, (p, r) in enumerate(shapes)]
-    batches = list(micro_batches(groups, budget=budget, normalize_std=True, shared_prompt=shared))
+    batches = packed(groups, budget, shared)
     for batch in batches:
         assert batch.num_tokens <= budget or (batch.lengths > 0).sum() == 1  # alone: nothing to cut
     lengths, advantages, targets, logprobs = (
@@ -60,7 +65,7 @@ def test_rows_keep_to_the_budget_and_hold_every_response_once_with_its_own_advan
 
 def test_a_group_that_fits_is_never_cut():
     groups = [make_group(np.random.default_rng(0), 4, [3, 3]) for _ in range(3)]
-    batches = list(micro_batches(groups, budget=15, normalize_std=True, shared_prompt=True))
+    batches = packed(groups, 15)
     assert [b.lengths.tolist() for b in batches] == [[3, 3]] * 3
 
 
@@ -73,7 +78,7 @@ def test_owners_lengths_and_engine_logprobs_follow_the_responses():
 
 
 def test_no_groups_make_no_micro_batch():
-    assert list(micro_batches([], budget=9, normalize_std=True, shared_prompt=True)) == []
+    assert packed([], 9) == []
 
 
 def test_only_groups_with_unequal_rewards_or_a_kl_term_have_a_gradient():

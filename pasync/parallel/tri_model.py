@@ -1,0 +1,199 @@
+"""Policy, old policy and reference: three models of one architecture, cut alike over the mesh, in one pass per micro-batch.
+
+    micro-batch --> stage 0 of [policy, old, reference] --one message--> stage 1 of the three --> .. --> three sets of log-probs --> loss
+
+What is not needed is not held: the old policy's log-probs are the policy's own before the first step on a batch, and kept for further ones;
+without a KL term there is no reference. `algorithm.tri_model=always` holds all three.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import GenerationConfig, PretrainedConfig
+
+from pasync.config import Config
+from pasync.data.packing import MicroBatch, Part, pack
+from pasync.model.causal_lm import load_model
+from pasync.model.stage import Stage
+from pasync.parallel.pipeline import Pipeline
+from pasync.parallel.ranks import Ranks
+from pasync.parallel.tensor import cut, whole
+from pasync.parallel.zero import Copies
+
+CHUNK_BYTES = 64 << 20
+"""Weights are gathered in chunks of about this size (larger tensors alone)."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Of one micro-batch, each [N] float32."""
+
+    policy: Tensor
+    """With gradient."""
+    old: Tensor | None
+    reference: Tensor | None
+    entropy: Tensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where a weight of the checkpoint lies."""
+
+    name: str
+    shape: tuple[int, ...]
+    stage: int
+    dim: int | None
+    """Along which it is cut over the tensor axis."""
+
+
+class TriModel:
+    """This process's stage and shard of the models. Making one is a collective; every method says whether it is.
+
+    Args:
+        folder: of the starting weights.
+    """
+
+    def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
+        self.ranks, self.mesh, self.shared_prompt = ranks, ranks.mesh, config.model.shared_prompt
+        model = load_model(config.model, folder, ranks.device)
+        self.model_config: PretrainedConfig = model.config
+        self.generation_config: GenerationConfig | None = model.generation_config
+        shards = cut(model, self.mesh.tensor)
+        self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size)
+        tied = self.policy.tied_weight
+        embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+        self.parameters: dict[str, nn.Parameter] = {
+            embedding if p is tied else name: p for name, p in self.policy.named_parameters()
+        }  # fmt: skip
+        """Of the policy, under the names of the checkpoint; a tied head on a stage of its own bears the embedding's."""
+        self.dims = {name: shards.dims[name] for name in self.parameters}
+        cut_over = self.mesh.tensor.size > 1
+        self.copies = Copies(
+            replicated=frozenset(name for name, dim in self.dims.items() if cut_over and dim is None),
+            partial=frozenset(shards.partial) & self.parameters.keys(),
+            tied=embedding if tied is not None else None,
+        )
+        always = config.algorithm.tri_model == "always"
+        self.old = _frozen(self.policy) if always else None
+        self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
+        self.offload = config.model.offload_reference
+        stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
+        self._pipeline = Pipeline(
+            stages, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s
+        )
+        self._chunks = self._plan_chunks()
+
+    def run(
+        self, bodies: Iterator[bytes] | None, loss: Callable[[MicroBatch, LogProbs], Tensor], *, temperature: float
+    ) -> None:
+        """One pass over micro-batches; under `torch.no_grad()` only forward. A collective of each pipeline.
+
+        Args:
+            bodies: from `encode`, on the first stage; None elsewhere.
+            loss: called on the last stage, gives a scalar to differentiate.
+            temperature: of the sampling distribution.
+        """
+        if self.reference is not None and self.offload:
+            self.reference.to(self.ranks.device)
+
+        def with_names(batch: MicroBatch, logps: list[Tensor], entropy: Tensor) -> Tensor:
+            others = iter(logps[1:])
+            old, reference = (next(others) if held is not None else None for held in (self.old, self.reference))
+            return loss(batch, LogProbs(logps[0], old, reference, entropy))
+
+        self._pipeline.run(bodies, with_names, temperature=temperature)
+
+    def rest(self) -> None:
+        """Between batches: the reference leaves the device if `model.offload_reference` says so."""
+        if self.reference is not None and self.offload:
+            self.reference.to("cpu")
+
+    @torch.no_grad()
+    def refresh_old(self) -> None:
+        """The policy becomes the old policy."""
+        if self.old is not None:
+            for mine, new in zip(self.old.parameters(), self.policy.parameters(), strict=True):
+                mine.copy_(new)
+
+    @property
+    def shapes(self) -> list[tuple[str, list[int]]]:
+        """Names and shapes of all weights of the checkpoint, in the order of `weights`."""
+        return [(weight.name, list(weight.shape)) for chunk in self._chunks for weight in chunk]
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in the Hugging Face checkpoint, whole tensor) of every weight of the policy; a tied head is not listed twice.
+
+        Runs on rank 0, inside `Ranks.on_first` with `calls`: where the policy is cut, each chunk is a collective.
+        """
+        alone = self.mesh.pipeline.size == self.mesh.tensor.size == 1
+        for i in range(len(self._chunks)):
+            if not alone:
+                self.ranks.call("weights", str(i).encode())
+            yield from self.gather(i)
+
+    def gather(self, chunk: int) -> list[tuple[str, Tensor]]:
+        """The whole tensors of a chunk on rank 0, nothing elsewhere. A collective of the first replica."""
+        if not self.mesh.data.is_first:
+            return []
+        gathered = ((weight.name, self._whole(weight)) for weight in self._chunks[chunk])
+        return [(name, tensor) for name, tensor in gathered if tensor is not None]
+
+    def _whole(self, weight: Weight) -> Tensor | None:
+        mesh, tensor = self.mesh, None
+        if weight.stage == mesh.pipeline.index:
+            tensor = whole(self.parameters[weight.name], weight.dim, mesh.tensor)
+        if weight.stage and mesh.tensor.is_first:  # from the stage's first shard to rank 0
+            if tensor is not None:
+                dist.send(tensor.contiguous(), 0)
+            elif self.ranks.is_first:
+                tensor = torch.empty(weight.shape, dtype=self.policy.dtype, device=self.ranks.device)
+                dist.recv(tensor, mesh.pipeline.ranks[weight.stage])
+        return tensor if self.ranks.is_first else None
+
+    def _plan_chunks(self) -> list[list[Weight]]:
+        """All weights, stage by stage: the same on every process. A collective."""
+        mine = []
+        for name, p in self.parameters.items():
+            shape = list(p.shape)
+            if (dim := self.dims[name]) is not None:
+                shape[dim] *= self.mesh.tensor.size
+            mine.append(Weight(name, tuple(shape), self.mesh.pipeline.index, dim))
+        every: list[list[Weight]] = [[] for _ in range(self.ranks.size)]
+        dist.all_gather_object(every, mine)
+        found: dict[str, Weight] = {}
+        for weights in every:  # of the first stage that holds it
+            for weight in weights:
+                found.setdefault(weight.name, weight)
+        chunks: list[list[Weight]] = []
+        size = 0
+        for weight in found.values():
+            nbytes = torch.Size(weight.shape).numel() * self.policy.dtype.itemsize
+            if not chunks or size + nbytes > CHUNK_BYTES:
+                chunks.append([])
+                size = 0
+            chunks[-1].append(weight)
+            size += nbytes
+        return chunks
+
+    def _decode(self, body: bytes) -> MicroBatch:
+        return pack(_decoder.decode(body), shared_prompt=self.shared_prompt)
+
+
+def encode(parts: list[Part]) -> bytes:
+    """A micro-batch for `TriModel.run`."""
+    return msgspec.msgpack.encode(parts)
+
+
+def _frozen(stage: Stage) -> Stage:
+    return copy.deepcopy(stage).requires_grad_(False)
+
+
+_decoder = msgspec.msgpack.Decoder(list[Part])
