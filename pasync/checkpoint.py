@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,7 @@ class Checkpoints:
         for key, slices in self.trainer.optimizer.state().items():
             slices.copy_(copies[key])
         self.trainer.optimizer.write_parameters()
+        self.trainer.models.refresh_old()
         return int(state["iteration"])
 
     def _copies(self) -> dict[str, Tensor]:
@@ -109,14 +111,16 @@ class Checkpoints:
 
     def _part(self, slot: Slot, piece: Tensor) -> DTensor:
         """This rank's rows of a parameter as part of the whole."""
-        mesh, data = self.trainer.ranks.mesh, self.trainer.ranks.mesh.data
+        mesh, dim, shape = self.trainer.ranks.mesh, self.trainer.models.dims[slot.name], list(slot.shape)
+        if dim is not None:
+            shape[dim] *= mesh.tensor.size
         return DTensor.from_local(
-            slot.own(piece, data.index),
+            slot.own(piece, mesh.data.index),
             mesh.hosts["tensor", "data"],
-            [Replicate(), Shard(0)],
+            [Replicate() if dim is None else Shard(dim), Shard(0)],
             run_check=False,
-            shape=torch.Size(slot.shape),
-            stride=torch.empty(slot.shape, device="meta").stride(),
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
         )
 
     def _require_same_model(self, chosen: str, state: dict[str, Any]) -> None:
@@ -146,10 +150,13 @@ class Checkpoints:
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0."""
-    unfinished = folder.with_suffix(".partial")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    trainer.model.save_pretrained(unfinished)
+    """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0, inside `Ranks.on_first`."""
+    unfinished, models = folder.with_suffix(".partial"), trainer.models
+    _empty_folder(unfinished)
+    save_torch_state_dict({name: weight.cpu() for name, weight in models.weights()}, unfinished)
+    models.model_config.save_pretrained(unfinished)
+    if models.generation_config is not None:
+        models.generation_config.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

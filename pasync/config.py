@@ -27,6 +27,8 @@ class ModelConfig(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     shared_prompt: bool = True
     """Compute each prompt once for all its responses; `off` repeats it for every response. Same gradient."""
+    offload_reference: bool = False
+    """Keep the reference model in host memory between batches."""
     attention: Literal["auto", "merged", "concat"] = "auto"
     """`merged`: flash kernels of the device, no key is copied. `concat`: plain scaled-dot-product attention over copied prompts.
     `auto`: `merged` where its kernels pass a test on this device, else `concat`; the rank's log says which."""
@@ -142,6 +144,8 @@ class AlgorithmConfig(Section):
     """Ratio to the old policy is clipped above 1 + clip_high."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the k3 KL estimate to the starting model, added to the loss; 0 holds no reference model."""
+    tri_model: Literal["needed", "always"] = "needed"
+    """`always` holds policy, old policy and reference and computes all three in one pass, even those whose log-probs are known."""
 
 
 class OptimizerConfig(Section):
@@ -163,7 +167,11 @@ class OptimizerConfig(Section):
 
 class ParallelConfig(Section):
     ranks: int = Field(1, ge=1)
-    """Data-parallel training processes."""
+    """Training processes: stages x shards x replicas (data-parallel, as many as remain)."""
+    pipeline: int = Field(1, ge=1)
+    """Stages that the model's layers are dealt out to. Micro-batches stream through them, one forward and one backward in turns."""
+    tensor: int = Field(1, ge=1)
+    """Shards that every layer is cut into; must divide heads, key/value heads, intermediate size and vocabulary."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Ready groups are packed up to so many tokens into one forward. A larger group is cut between responses, and its prompt
     computed once per piece."""
@@ -247,6 +255,11 @@ class Config(Section):
     def max_model_tokens(self) -> int:
         """Longest prompt plus longest response."""
         return self.data.max_prompt_tokens + max(self.rollout.max_tokens, self.eval.max_tokens or 0)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies of the model."""
+        return self.parallel.ranks // (self.parallel.pipeline * self.parallel.tensor)
 
     @property
     def trains(self) -> bool:

@@ -18,8 +18,13 @@ def conflicts(config: Config) -> list[str]:
         found.append(f"algorithm.group_responses={responses}: a group of one has no baseline, must be at least 2")
     if responses > c.rollout.max_num_seqs:
         found.append(f"algorithm.group_responses={responses}: a group must fit a server, rollout.max_num_seqs={c.rollout.max_num_seqs}")
-    if groups % c.parallel.ranks:
-        found.append(f"algorithm.batch_groups={groups}: must be a multiple of parallel.ranks={c.parallel.ranks}")
+    cut = c.parallel.pipeline * c.parallel.tensor
+    if c.parallel.ranks % cut:
+        found.append(f"parallel.ranks={c.parallel.ranks}: must be a multiple of parallel.pipeline x parallel.tensor={cut}")
+    elif groups % c.replicas:
+        found.append(f"algorithm.batch_groups={groups}: must be a multiple of the data-parallel replicas, {c.replicas}")
+    if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
+        found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:

@@ -61,8 +61,7 @@ class Leader:
         """Wait for the servers and join them for weight transfer."""
         stack.enter_context(self.source)
         if isinstance(self.source, RolloutProducer):
-            shapes = [(name, list(w.shape)) for name, w in self.trainer.policy_weights()]
-            self.sender = WeightSender(self.config, self.source, shapes, self.kind)
+            self.sender = WeightSender(self.config, self.source, self.trainer.models.shapes, self.kind)
 
     def begin(self, t: int) -> None:
         """Give the servers version t, evaluate it if due, submit the batch; returns while it is being generated.
@@ -130,7 +129,7 @@ class Leader:
         log.info("iteration %d: sync", t)
         with self.log.timed("time/sync_s"), self.trace.span("sync", t):
             if self.sender:
-                self.sender.publish(self.trainer.policy_weights(), t)
+                self.sender.publish(self.trainer.models.weights(), t)
                 if self.sender.due(t):
                     gap = self.sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
                     self.log.add({"policy/probe_gap": gap})

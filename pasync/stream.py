@@ -23,7 +23,7 @@ class Round(msgspec.Struct):
     """What rank 0 tells all."""
 
     shares: list[list[Group]]
-    """Groups of each rank."""
+    """Groups of each replica."""
     more: bool
     """Whether another round follows."""
 
@@ -34,7 +34,8 @@ _decoder = msgspec.msgpack.Decoder(Round)
 def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> Iterator[list[Group]]:
     """Yield this rank's micro-batches until the iteration's whole batch was given out.
 
-    Runs on every rank. Rank 0 waits for the batch's groups, the others for rank 0.
+    Runs on every rank of the first pipeline stage. Rank 0 waits for the batch's groups, the others for rank 0. Shards of a replica get
+    the same groups.
 
     Args:
         batch: on rank 0; None elsewhere.
@@ -43,7 +44,7 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
         RolloutError: on all ranks, whatever kept rank 0 from the next group.
     """
     held: list[Group] = []  # taken, but did not fit the round before
-    given = [0] * ranks.size  # tokens of each rank so far
+    given = [0] * ranks.mesh.data.size  # tokens of each replica so far
 
     def cost(group: Group) -> int:
         return group.num_tokens if has_gradient(group, kl_coef=config.algorithm.kl_coef) else 0
@@ -52,7 +53,7 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
         assert batch is not None
         if config.schedule == "sync":
             batch.hold()
-        while batch.left and sum(map(cost, held)) < ranks.size * config.parallel.micro_batch_tokens:
+        while batch.left and sum(map(cost, held)) < len(given) * config.parallel.micro_batch_tokens:
             group = batch.take(wait=not held)
             if group is None:
                 break
@@ -64,9 +65,9 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
 
     more = True
     while more:
-        round_ = _decoder.decode(ranks.from_first(next_round))
+        round_ = _decoder.decode(ranks.from_first(next_round, ranks.mesh.stage))
         more = round_.more
-        yield round_.shares[ranks.rank]
+        yield round_.shares[ranks.mesh.data.index]
 
 
 def share(

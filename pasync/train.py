@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import PromptStream
 from pasync.leader import Leader
+from pasync.messages import Group
 from pasync.model.causal_lm import load_tokenizer
 from pasync.observe.trace import Trace
 from pasync.parallel.ranks import Ranks, join_ranks
@@ -44,36 +46,44 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     trace = Trace(run, f"rank-{ranks.rank}", first)
     leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None
     with ExitStack() as stack:
-        lead(ranks, leader, Leader.start, stack)
+        lead(trainer, leader, Leader.start, stack)
         for t in range(first, config.iterations):
             iterate(t, config, leader, trainer, trace)
             if checkpoints.due(t):
                 with trace.span("checkpoint", t):
                     log.info("iteration %d: checkpoint", t)
                     checkpoints.save(t + 1)
-        lead(ranks, leader, Leader.end, tokenizer)
+        lead(trainer, leader, Leader.end, tokenizer)
         checkpoints.finish()
 
 
 def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, trace: Trace) -> None:
     """One iteration: sync, generate and train side by side, step. Runs on every rank."""
     ranks, metrics = trainer.ranks, dict[str, float]()
-    lead(ranks, leader, Leader.begin, t)
-    for groups in stream_micro_batches(leader.batch if leader else None, config, ranks):
-        if groups and config.trains:
-            with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
-                log.info("iteration %d: train on %d groups", t, len(groups))
-                trainer.forward_backward(groups)
+    lead(trainer, leader, Leader.begin, t)
+    rounds = stream_micro_batches(leader.batch if leader else None, config, ranks) if ranks.mesh.pipeline.is_first else None
     if config.trains:
+        trainer.forward_backward(traced(rounds, t, trace) if rounds else None)
         with trace.span("optimizer", t):
             log.info("iteration %d: optimizer step", t)
             metrics = trainer.optimizer_step(t)
-    lead(ranks, leader, Leader.finish, t, metrics)
+    elif rounds:
+        deque(rounds, maxlen=0)
+    lead(trainer, leader, Leader.finish, t, metrics)
 
 
-def lead(ranks: Ranks, leader: Leader | None, act: Callable[..., None], *args: Any) -> None:
-    """Rank 0 does it, the others wait; what fails there is raised on all."""
-    ranks.on_first(lambda: act(leader, *args))
+def traced(rounds: Iterator[list[Group]], t: int, trace: Trace) -> Iterator[list[Group]]:
+    """The same, and a span in the trace for the time in which each was worked on."""
+    for groups in rounds:
+        if groups:
+            log.info("iteration %d: train on %d groups", t, len(groups))
+            with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
+                yield groups
+
+
+def lead(trainer: Trainer, leader: Leader | None, act: Callable[..., None], *args: Any) -> None:
+    """Rank 0 does it, the others wait and take part in what it calls for; what fails there is raised on all."""
+    trainer.ranks.on_first(lambda: act(leader, *args), trainer.calls)
 
 
 def main() -> None:
@@ -86,7 +96,8 @@ def main() -> None:
         config, placement = load(run / "config.yaml"), Placement.load(run / "placement.json")
         if placement.kind == "cpu":
             devices.pin(placement.ranks[rank])
-        with join_ranks(placement.kind, deadline_s=config.parallel.deadline_s) as ranks:
+        layout = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}
+        with join_ranks(placement.kind, deadline_s=config.parallel.deadline_s, **layout) as ranks:
             train(config, run, placement, ranks)
 
 

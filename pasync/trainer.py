@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
+import msgspec
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pasync import device as devices
 from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, token_weights
 from pasync.config import Config
-from pasync.data.packing import MicroBatch, Part, has_gradient, micro_batches, pack
+from pasync.data.packing import MicroBatch, Part, has_gradient, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
-from pasync.model.causal_lm import load_model, response_logprobs
 from pasync.parallel.ranks import Ranks
+from pasync.parallel.tri_model import LogProbs, TriModel, encode
 from pasync.parallel.zero import ShardedAdamW, learning_rate
 
 STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap", "clipped")
 
 
 class Trainer:
-    """Policy, reference and optimizer of one rank. Methods run on the main thread of every rank."""
+    """Models and optimizer of one rank. Methods run on the main thread of every rank."""
 
     def __init__(self, config: Config, model_folder: Path, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.mesh = config, ranks, ranks.mesh
         self.exact = config.parallel.accumulate == "exact"
         if self.exact:
             devices.make_deterministic()
-        self.model: PreTrainedModel = load_model(config.model, model_folder, ranks.device)
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.algorithm.kl_coef else None
-        self.optimizer = ShardedAdamW(self.model.named_parameters(), config.optimizer, ranks, exact=self.exact)
+        self.models = TriModel(config, model_folder, ranks)
+        self.optimizer = ShardedAdamW(
+            self.models.parameters.items(), config.optimizer, ranks, copies=self.models.copies, exact=self.exact
+        )
         self._start_batch()
 
-    def forward_backward(self, groups: list[Group]) -> None:
-        """Add the unnormalised gradient of these groups to the batch's sum.
+    def forward_backward(self, rounds: Iterable[list[Group]] | None) -> None:
+        """Add the unnormalised gradient of groups to the batch's sum, as they come.
 
-        Groups without a gradient (equal rewards and no KL term) are counted in the denominator but not computed. No collective.
+        Groups without a gradient (equal rewards and no KL term) are counted in the denominator but not computed. A collective of the
+        stages and shards of a replica; replicas may have different groups and numbers of them.
+
+        Args:
+            rounds: on the first stage, waits for the next ones; None elsewhere.
         """
-        began = time.perf_counter()
-        self._totals["responses"] += sum(len(g.responses) for g in groups)
-        self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
-        useful = [g for g in groups if has_gradient(g, kl_coef=self.config.algorithm.kl_coef)]
-        self._totals["trained_groups"] += len(useful)
-        for batch in self._packed(useful):
-            old = self._backward(batch, None)
-            if self.config.algorithm.updates_per_batch > 1:
-                self._kept.append((batch, old.cpu()))
-        self._train_s += time.perf_counter() - began
+        self._pass(None if rounds is None else self._first_pass(rounds))
 
     def optimizer_step(self, iteration: int) -> dict[str, float]:
         """Step with the gradient of the whole batch; then go over the batch and step again, M times in all. A collective.
@@ -67,18 +62,21 @@ class Trainer:
         metrics = self._step(iteration)
         gap = metrics["policy/engine_logprob_gap"]  # before any step: later it would be the policy's own change
         for _ in range(1, self.config.algorithm.updates_per_batch):
-            for batch, old in self._kept:
-                self._backward(batch, old)
+            self._first = False
+            self._pass(iter(self._kept) if self.mesh.pipeline.is_first else None)
             metrics = self._step(iteration)
-        mine = {"s": self._train_s + time.perf_counter() - began}
-        slowest, mean = self.ranks.max(mine)["s"], self.ranks.sum(mine)["s"] / self.ranks.size
+        mine = {"s": self._train_s + time.perf_counter() - began if self.mesh.pipeline.is_first else 0.0}
+        slowest, mean = self.ranks.max(mine)["s"], self.ranks.sum(mine)["s"] / self.mesh.stage.size
+        self.models.rest()
+        self.models.refresh_old()
         self._start_batch()
         return metrics | {"policy/engine_logprob_gap": gap, "time/train_s": slowest, "time/mean_train_s": mean}
 
     def _step(self, iteration: int) -> dict[str, float]:
         """Divide the gradient by the whole batch's denominator and step."""
         sums = self._totals | {name: value.item() for name, value in self._sums.items()} | {"trained_tokens": self._trained_tokens}
-        total = self.ranks.sum({name: sums[name] for name in STATISTICS})
+        # every shard computes the same numbers
+        total = self.ranks.sum({name: sums[name] if self.mesh.tensor.is_first else 0.0 for name in STATISTICS})
         algorithm = self.config.algorithm
         divisor = denominator(
             algorithm.normalizer,
@@ -101,62 +99,105 @@ class Trainer:
             "optimizer/gradient_norm": norm,
         }
 
-    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the Hugging Face checkpoint, tensor) of every weight; a tied head is not listed twice."""
-        return ((name, p.detach()) for name, p in self.model.named_parameters())
+    @property
+    def calls(self) -> Mapping[str, Callable[[bytes], object]]:
+        """What rank 0 may call for inside `Ranks.on_first`: work that the other ranks must take part in."""
+        return {
+            "weights": lambda chunk: self.models.gather(int(chunk)),
+            "score": lambda ids: self._score(msgspec.msgpack.decode(ids)),
+        }
+
+    def sequence_logprobs(self, ids: list[int]) -> Tensor:
+        """[P - 1] log-probs of tokens 1 .. P-1 of a sequence at temperature 1. Runs on rank 0, inside `Ranks.on_first` with `calls`."""
+        self.ranks.call("score", msgspec.msgpack.encode(ids))
+        result = self._score(ids)
+        assert result is not None
+        return result
 
     @torch.no_grad()
-    def sequence_logprobs(self, ids: list[int]) -> Tensor:
-        """[P - 1] log-probs of tokens 1 .. P-1 of a sequence at temperature 1."""
+    def _score(self, ids: list[int]) -> Tensor | None:
+        """On all ranks; the result only on the first stage."""
         rest = Response(int_bytes(ids[1:]), float_bytes([0.0] * (len(ids) - 1)), "", True, 0.0)
-        batch = pack([Part(np.array(ids[:1]), [rest], torch.zeros(1))], shared_prompt=True).to(self.ranks.device)
-        return response_logprobs(self.model, batch, temperature=1.0)[0].cpu()
+        body = encode([Part(int_bytes(ids[:1]), [rest], [0.0])])
+        found: list[Tensor] = []
 
-    def _packed(self, groups: list[Group]) -> Iterator[MicroBatch]:
-        """Micro-batches of at most `parallel.micro_batch_tokens`; with exact sums no two groups share one."""
+        def show(batch: MicroBatch, logps: LogProbs) -> Tensor:
+            found.append(logps.policy.cpu())
+            return logps.policy
+
+        self.models.run(iter([body]) if self.mesh.pipeline.is_first else None, show, temperature=1.0)
+        return self.ranks.from_last_stage(found[0] if found else torch.empty(len(ids) - 1))
+
+    def _first_pass(self, rounds: Iterable[list[Group]]) -> Iterator[bytes]:
+        """Micro-batches of the groups that have a gradient."""
+        algorithm = self.config.algorithm
+        for groups in self._timed(rounds):
+            self._totals["responses"] += sum(len(g.responses) for g in groups)
+            self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
+            useful = [g for g in groups if has_gradient(g, kl_coef=algorithm.kl_coef)]
+            self._totals["trained_groups"] += len(useful)
+            for row in self._rows(useful):
+                body = encode(row)
+                if algorithm.updates_per_batch > 1:
+                    self._kept.append(body)
+                yield body
+
+    def _timed(self, rounds: Iterable[list[Group]]) -> Iterator[list[Group]]:
+        """The same, and adds up the time in which they were worked on."""
+        for groups in rounds:
+            began = time.perf_counter()
+            yield groups
+            self._train_s += time.perf_counter() - began
+
+    def _rows(self, groups: list[Group]) -> Iterator[list[Part]]:
+        """At most `parallel.micro_batch_tokens` each; with exact sums no two groups share one."""
         for together in [[g] for g in groups] if self.exact else [groups]:
-            yield from micro_batches(
+            yield from rows(
                 together,
                 budget=self.config.parallel.micro_batch_tokens,
                 normalize_std=self.config.algorithm.normalize_std,
                 shared_prompt=self.config.model.shared_prompt,
             )
 
-    def _backward(self, batch: MicroBatch, old: Tensor | None) -> Tensor:
-        """Add the gradient of the summed, weighted token losses, and the statistics (without moving them off the device).
+    def _pass(self, bodies: Iterator[bytes] | None) -> None:
+        self.models.run(bodies, self._loss, temperature=self.config.rollout.temperature)
 
-        Args:
-            old: [N] log-probs under the weights that the iteration began with; None in the first pass, when they are the policy's own.
-
-        Returns:
-            `old`, [N].
-        """
-        batch, algorithm, temperature = batch.to(self.ranks.device), self.config.algorithm, self.config.rollout.temperature
-        logp, entropy = response_logprobs(self.model, batch, temperature=temperature)  # [N], [N]
-        if old is None:
-            old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logp.detach()
-        owner = batch.layout.owner  # [N]
-        old, advantages = old.to(self.ranks.device), batch.advantages[owner]  # [N], [N]
+    def _loss(self, batch: MicroBatch, logps: LogProbs) -> Tensor:
+        """The summed, weighted token losses of a micro-batch; adds to the statistics (without moving them off the device)."""
+        algorithm, owner, logp = self.config.algorithm, batch.layout.owner, logps.policy
+        old, advantages = self._old_logprobs(batch, logps), batch.advantages[owner]  # [N], [N]
         clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
         loss = policy_loss(logp, old, advantages, **clip)
-        if self.reference is not None:
-            with torch.no_grad():
-                reference, _ = response_logprobs(self.reference, batch, temperature=temperature)
-            kl = kl_k3(logp, reference)
+        if algorithm.kl_coef:
+            assert logps.reference is not None
+            kl = kl_k3(logp, logps.reference)
             loss = loss + algorithm.kl_coef * kl
             self._sums["kl"] += kl.detach().sum()
         weighted = (loss * token_weights(batch.lengths, owner, algorithm.normalizer)).sum()
-        weighted.backward()
         self._sums["loss"] += weighted.detach()
-        self._sums["entropy"] += entropy.sum()
+        self._sums["entropy"] += logps.entropy.sum()
         self._sums["gap"] += (logp.detach() - batch.engine_logprobs).abs().sum()
         self._sums["clipped"] += clipped(logp.detach(), old, advantages, **clip).sum()
         self._trained_tokens += len(old)
-        return old
+        return weighted
+
+    def _old_logprobs(self, batch: MicroBatch, logps: LogProbs) -> Tensor:
+        """[N] under the weights that sampled: the old policy's if it is held, else those of the first pass over the batch."""
+        if logps.old is not None:
+            return logps.old
+        if self._first:
+            old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logps.policy.detach()
+            if self.config.algorithm.updates_per_batch > 1:
+                self._old.append(old.cpu())
+            return old
+        self._old.rotate(-1)  # micro-batches come in the same order again
+        return self._old[-1].to(logps.policy.device)
 
     def _start_batch(self) -> None:
         self._totals = {"responses": 0.0, "tokens": 0.0, "trained_groups": 0.0}
-        self._kept: list[tuple[MicroBatch, Tensor]] = []  # for further passes: micro-batches and their old log-probs
+        self._kept: list[bytes] = []  # for further passes: micro-batches on the first stage,
+        self._old: deque[Tensor] = deque()  # and their old log-probs on the last
+        self._first = True
         self._train_s = 0.0
         self._start_sums()
 

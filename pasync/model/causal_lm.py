@@ -40,7 +40,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def response_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of all response tokens of a micro-batch, and entropies.
 
-    Only the rows that predict a response token reach the LM head.
+    Only the rows that predict a response token reach the LM head. With a model that is cut over processes (see
+    `pasync.parallel.tensor`) a collective, forward and backward; all get the same results.
 
     Args:
         batch: on the model's device.
@@ -59,4 +60,5 @@ def response_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature:
         shared_prompt=batch.layout,
     )
     hidden = output.last_hidden_state[0].index_select(0, batch.layout.rows)  # [N, E]
-    return token_logprobs(hidden, head.weight, batch.targets, temperature=temperature)
+    peers = getattr(head, "peers", None)  # of a head that holds a slice of the vocabulary
+    return token_logprobs(hidden, head.weight, batch.targets, temperature=temperature, peers=peers)

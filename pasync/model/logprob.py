@@ -4,14 +4,19 @@ The vocabulary is gone through block by block, all tokens at once, like the keys
 sums, backward takes each block's logits, kept or computed again, and finishes that block's part of the weight's gradient at once. So
 the head's weight is read twice, and no float32 copy of its gradient is ever needed.
 
-Letters: N response tokens, E hidden size, V vocabulary, C tokens of the vocabulary in a block.
+With a vocabulary cut over several processes each goes through its own slice; then their running values merge as two blocks do:
+
+    every process: hidden [N, E] + slice [V / n, E]  -->  peak, mass, moment, chosen [N]  ==max, sum==>  log-prob, entropy [N] on all
+    backward:      its slice's gradient, no message;      part of d_hidden [N, E]         ==sum==>       d_hidden on all
+
+Letters: N response tokens, E hidden size, V vocabulary, C tokens of the vocabulary in a block, n processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +28,29 @@ KEPT_BYTES = 768 << 20
 """Logits of the first blocks are kept for the backward pass up to so much; only what is beyond is computed again."""
 
 
+class Peers(Protocol):
+    """The processes that hold a vocabulary in equal slices, in order. All must call the same methods in the same order."""
+
+    @property
+    def index(self) -> int:
+        """Place of this process's slice."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over all processes, in place."""
+        ...
+
+    def max(self, x: Tensor) -> Tensor:
+        """Over all processes, in place."""
+        ...
+
+
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, keep: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, keep: bool, peers: Peers | None
+    ) -> tuple[Tensor, Tensor]:
+        targets = targets - peers.index * len(weight) if peers else targets
         mass, moment, chosen = (hidden.new_zeros(len(targets), dtype=_wide(hidden)) for _ in range(3))
         # over the blocks so far, with s = logit - peak: sum of e^s, sum of s e^s, and the target's logit
         peak, kept, room = mass - 1e30, [], KEPT_BYTES if keep else 0
@@ -38,14 +63,17 @@ class _TokenLogprob(torch.autograd.Function):
             inside, column = _column(targets, at, len(block))
             chosen = torch.where(inside, logits.gather(-1, column[:, None])[:, 0], chosen)
             before, peak = peak, torch.maximum(peak, logits.amax(-1))
-            shift = before - peak
             s = logits.sub_(peak[:, None])
             e = s.exp()
-            moment = shift.exp() * (moment + shift * mass) + torch.linalg.vecdot(e, s)
-            mass = shift.exp() * mass + e.sum(-1)
+            mass, moment = _shifted(mass, moment, before - peak)
+            moment = moment + torch.linalg.vecdot(e, s)
+            mass = mass + e.sum(-1)
+        if peers:
+            before, peak = peak, peers.max(peak.clone())
+            mass, moment, chosen = peers.sum(torch.stack([*_shifted(mass, moment, before - peak), chosen]))
         lse, entropy = peak + mass.log(), mass.log() - moment / mass
         ctx.save_for_backward(hidden, weight, targets, lse, *kept)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.peers = temperature, peers
         ctx.mark_non_differentiable(entropy)
         return chosen - lse, entropy
 
@@ -64,30 +92,41 @@ class _TokenLogprob(torch.autograd.Function):
             narrow = d_logits.to(hidden.dtype)
             d_hidden += narrow @ block
             torch.mm(narrow.T, hidden, out=d_weight[at : at + len(block)])
-        return d_hidden.to(hidden.dtype), d_weight, None, None, None
+        if ctx.peers:
+            ctx.peers.sum(d_hidden)  # each slice of the vocabulary gave a part; summed before it is rounded
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None, None
 
 
-def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, peers: Peers | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy there.
 
     Peak memory beside inputs and gradients: KEPT_BYTES, three blocks of N x C numbers (see TILE), and [N, E] float32.
 
     Args:
         hidden: [N, E] the rows that predict the targets.
-        weight: [V, E] of the LM head.
-        targets: [N] int64.
+        weight: [V, E] of the LM head; with peers this process's slice, [V / n, E].
+        targets: [N] int64, in the whole vocabulary.
         temperature: of the sampling distribution.
+        peers: who holds the other slices. All give the same hidden and targets, get the same results, and then the same, whole
+            gradient of hidden; this is a collective, and so is its backward pass.
 
     Returns:
         ([N] log-probs, differentiable in hidden and weight; [N] entropies in nats, not differentiable), float32 (float64 for float64).
     """
-    return _TokenLogprob.apply(hidden, weight, targets, temperature, torch.is_grad_enabled())
+    return _TokenLogprob.apply(hidden, weight, targets, temperature, torch.is_grad_enabled(), peers)
 
 
 def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[int, Tensor]]:
     """(first token, [C, E] rows) of each block of the vocabulary."""
     size = max(SMALLEST_BLOCK, TILE[weight.device.type] // max(tokens, 1))
     return ((at, weight[at : at + size]) for at in range(0, len(weight), size))
+
+
+def _shifted(mass: Tensor, moment: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums for a peak that is higher by -shift."""
+    return shift.exp() * mass, shift.exp() * (moment + shift * mass)
 
 
 def _column(targets: Tensor, at: int, size: int) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pasync.config import Config
 from pasync.data.sources import nearest
@@ -60,10 +63,37 @@ def problems(config: Config) -> list[str]:
         settings = json.loads((folder(path) / "config.json").read_text())
     except (ConfigError, OSError, ValueError) as error:
         return [str(error)]
+    found = tensor_problems(settings, config.parallel.tensor)
+    layers = settings.get("num_hidden_layers", 0)
+    if config.parallel.pipeline > layers:
+        found.append(f"parallel.pipeline={config.parallel.pipeline}: the model has {layers} layers, at most so many stages")
     longest, needed = settings.get("max_position_embeddings"), config.max_model_tokens
     if longest is not None and needed > longest:
-        return [f"data.max_prompt_tokens + max_tokens={needed}: beyond the model's length, at most {longest}"]
-    return []
+        found.append(f"data.max_prompt_tokens + max_tokens={needed}: beyond the model's length, at most {longest}")
+    return found
+
+
+def tensor_problems(settings: Mapping[str, Any], tensor: int) -> list[str]:
+    """Why a model cannot be cut into that many tensor-parallel shards, each as `key=value: why, what is allowed`; none if it can.
+
+    Args:
+        settings: of its config.json, or `config.to_dict()`.
+        tensor: number of shards.
+    """
+    heads = settings["num_attention_heads"]
+    sizes = {
+        "attention heads": heads,
+        "key/value heads": settings.get("num_key_value_heads") or heads,
+        "intermediate size": settings["intermediate_size"],
+        "vocabulary": settings["vocab_size"],
+    }
+    common = math.gcd(*sizes.values())
+    allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    return [
+        f"parallel.tensor={tensor}: must divide the model's {what}, {size}; allowed are {allowed}"
+        for what, size in sizes.items()
+        if size % tensor
+    ]
 
 
 def prepare(name: str) -> Path:

@@ -49,7 +49,7 @@ class Stage(nn.Module):
         self._head_is_copied = head.weight is embedding.weight and first != last
 
     @property
-    def tied_weight(self) -> nn.Parameter | None:
+    def tied_weight(self) -> Tensor | None:
         """Where the head is the embedding, and first and last of several stages each hold a copy: that copy; else None.
 
         Both must step by the sum of their gradients. On the last stage its name is `lm_head.weight`, which the checkpoint does not have.
@@ -100,7 +100,8 @@ class Stage(nn.Module):
         """
         assert self.lm_head is not None and self.model.norm is not None
         rows = self.model.norm(self(batch, hidden)).index_select(0, batch.layout.rows)  # [N, E]
-        return token_logprobs(rows, self.lm_head.weight, batch.targets, temperature=temperature)
+        peers = getattr(self.lm_head, "peers", None)  # of a head that holds a slice of the vocabulary
+        return token_logprobs(rows, self.lm_head.weight, batch.targets, temperature=temperature, peers=peers)
 
 
 class _Decoder(nn.Module):

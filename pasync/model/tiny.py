@@ -34,7 +34,7 @@ START_ACCURACY = 0.41
 samples show, and one update per batch raises them steadily; unflattened models of this accuracy gained half as much."""
 
 
-def random_model(folder: Path, family: Family, tied: bool, seed: int = 0) -> None:
+def random_model(folder: Path, family: Family, tied: bool, seed: int = 0, heads: int = 2) -> None:
     """Save a random model of 2 layers and its tokenizer.
 
     Biases and norm weights are random too, so that a forgotten or swapped one changes the output.
@@ -43,10 +43,11 @@ def random_model(folder: Path, family: Family, tied: bool, seed: int = 0) -> Non
         folder: is created.
         tied: the LM head is the embedding.
         seed: the same seed gives the same weights; the global random state is left alone.
+        heads: query heads; half as many for keys and values. vLLM on CPU computes no more than 2 of this width.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = new_model(family, hidden=64, layers=2, heads=2, intermediate=128, positions=1024, tied=tied)
+        model = new_model(family, hidden=64, layers=2, heads=heads, intermediate=128, positions=1024, tied=tied)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(torch.randn_like(weight), alpha=0.1)

@@ -7,7 +7,7 @@ same name on every rank, so no rank is left waiting in a collective.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,12 +15,13 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pasync import device as devices
 from pasync.errors import error_named
-from pasync.parallel.mesh import Mesh, make_mesh
+from pasync.parallel.mesh import Axis, Mesh, make_mesh
 
-_OK, _FAILED = 0, 1
+_OK, _FAILED, _CALL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -36,33 +37,64 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def from_first(self, produce: Callable[[], bytes]) -> bytes:
+    def from_first(self, produce: Callable[[], bytes], axis: Axis | None = None) -> bytes:
         """Run `produce` on rank 0 and give its result to every rank.
 
         Waits for rank 0 (at most the group's timeout). Any exception of rank 0 is raised on all ranks: the original there, a
         `PasyncError` of the same name and text elsewhere.
+
+        Args:
+            axis: only the ranks of an axis that begins with rank 0 take part.
         """
         if not self.is_first:
-            status, payload = self._receive()
+            status, payload = self._receive(axis)
             if status == _FAILED:
                 raise error_named(*msgspec.msgpack.decode(payload, type=tuple[str, str]))
             return payload
         try:
             payload = produce()
         except Exception as error:
-            self._send(_FAILED, msgspec.msgpack.encode((type(error).__name__, str(error))))
+            self._send(_FAILED, msgspec.msgpack.encode((type(error).__name__, str(error))), axis)
             raise
-        self._send(_OK, payload)
+        self._send(_OK, payload, axis)
         return payload
 
-    def on_first(self, act: Callable[[], object]) -> None:
-        """Run `act` on rank 0 while the others wait; its exception is raised on all."""
+    def on_first(self, act: Callable[[], object], calls: Mapping[str, Callable[[bytes], object]] | None = None) -> None:
+        """Run `act` on rank 0 while the others wait, and do what it calls for; its exception is raised on all.
 
-        def produce() -> bytes:
-            act()
-            return b""
+        Args:
+            calls: what rank 0 may `call` for, by name.
+        """
+        if self.is_first:
+            self.from_first(lambda: (act(), b"")[1])
+            return
+        while True:
+            status, payload = self._receive(None)
+            if status == _OK:
+                return
+            if status == _FAILED:
+                raise error_named(*msgspec.msgpack.decode(payload, type=tuple[str, str]))
+            name, argument = msgspec.msgpack.decode(payload, type=tuple[str, bytes])
+            assert calls is not None
+            calls[name](argument)
 
-        self.from_first(produce)
+    def call(self, name: str, argument: bytes) -> None:
+        """On rank 0 inside `on_first`: have all other ranks run `calls[name](argument)`, now, while rank 0 goes on."""
+        self._send(_CALL, msgspec.msgpack.encode((name, argument)), None)
+
+    def from_last_stage(self, tensor: Tensor) -> Tensor | None:
+        """A host tensor of the last pipeline stage, on the first; on stages between None. A collective.
+
+        Args:
+            tensor: of the same shape everywhere; filled on the first stage.
+        """
+        if self.mesh.pipeline.size == 1:
+            return tensor
+        ends = self.mesh.ends
+        if ends is None:
+            return None
+        dist.broadcast(tensor, ends.ranks[1], group=ends.group)
+        return tensor
 
     def sum(self, values: dict[str, float]) -> dict[str, float]:
         """Add up numbers over all ranks, in float64. All ranks must pass the same keys."""
@@ -78,18 +110,20 @@ class Ranks:
         dist.all_reduce(flat, op)
         return dict(zip(keys, flat.tolist(), strict=True))
 
-    def _send(self, status: int, payload: bytes) -> None:
-        dist.broadcast(torch.tensor([status, len(payload)]), src=0)
+    def _send(self, status: int, payload: bytes, axis: Axis | None) -> None:
+        group = axis.group if axis else None
+        dist.broadcast(torch.tensor([status, len(payload)]), src=0, group=group)
         if payload:
-            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0)
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0, group=group)
 
-    def _receive(self) -> tuple[int, bytes]:
+    def _receive(self, axis: Axis | None) -> tuple[int, bytes]:
+        group = axis.group if axis else None
         head = torch.empty(2, dtype=torch.int64)
-        dist.broadcast(head, src=0)
+        dist.broadcast(head, src=0, group=group)
         status, size = head.tolist()
         body = torch.empty(size, dtype=torch.uint8)
         if size:
-            dist.broadcast(body, src=0)
+            dist.broadcast(body, src=0, group=group)
         return status, body.numpy().tobytes()
 
 

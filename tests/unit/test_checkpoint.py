@@ -38,11 +38,11 @@ def train(ranks: Ranks, folder: Path, model: Path, upto: int, keep: int = 2) -> 
     checkpoints = Checkpoints(config, folder, trainer)
     first = checkpoints.resume()
     for t in range(first, upto):
-        trainer.forward_backward(GROUPS[ranks.rank :: ranks.size])
+        trainer.forward_backward([GROUPS[ranks.rank :: ranks.size]])
         trainer.optimizer_step(t)
         checkpoints.save(t + 1)
     checkpoints.finish()
-    return first, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return first, torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()])
 
 
 @pytest.fixture(scope="module")

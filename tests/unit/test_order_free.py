@@ -54,7 +54,7 @@ def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tens
         source.submit([Prompt(i, (1,), "", {}) for i in range(8)], 0, Sampling(3, 1.0, 8))
         batch = Batch(source, 0, iter(()), refills=False)
     for groups in stream_micro_batches(batch, config, ranks):
-        trainer.forward_backward(groups)
+        trainer.forward_backward([groups])
     gradient = flat_gradient(trainer, divisor(batch_of_groups(), config.algorithm.normalizer))
     trainer.optimizer.gradient.clear()
     return gradient
@@ -70,7 +70,7 @@ def largest_distance(ranks: Ranks, model: Path, run: Path, configs: list[Config]
     distances = []
     for config, oracle in zip(configs, oracles, strict=True):
         trainer = Trainer(config, model, ranks)
-        perturbed(trainer.model)
+        perturbed(trainer.models.policy)
         for budget in (PACKED, ALONE):
             for ordered in in_orders(config, range(ORDERS), budget):
                 ours = replayed_gradient(trainer, ordered, run)
@@ -92,15 +92,15 @@ def test_fifty_orders_with_every_normalizer_and_packing_equal_the_one_big_batch(
 def digests(ranks: Ranks, model: Path, run: Path, config: Config) -> set[str]:
     """Of the gradient's bits in every order, and of the weights after the step (clipped by the norm over all ranks)."""
     trainer = Trainer(config, model, ranks)
-    perturbed(trainer.model)
+    perturbed(trainer.models.policy)
     found = set()
     for ordered in in_orders(config, range(ORDERS), PACKED):
         gradient = replayed_gradient(trainer, ordered, run)
         found.add(hashlib.sha256(gradient.numpy().tobytes()).hexdigest())
     for groups in [batch_of_groups()[i :: ranks.size] for i in range(ranks.size)][ranks.rank :][:1]:
-        trainer.forward_backward(groups)
+        trainer.forward_backward([groups])
     trainer.optimizer_step(0)
-    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    weights = torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()])
     return found | {"weights " + hashlib.sha256(weights.numpy().tobytes()).hexdigest()}
 
 
@@ -121,5 +121,5 @@ def test_exact_sums_are_the_textbook_gradient_too(tmp_path, model, run):
 
 def exact_distance(ranks: Ranks, model: Path, run: Path, config: Config, oracle: torch.Tensor) -> float:
     trainer = Trainer(config, model, ranks)
-    perturbed(trainer.model)
+    perturbed(trainer.models.policy)
     return ((replayed_gradient(trainer, config, run) - oracle).norm() / oracle.norm()).item()

@@ -45,9 +45,9 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("normalizer", ["sequence", "token", "constant"])
 def test_streamed_gradients_equal_the_textbook_in_any_order_and_packing(tmp_path, model, ranks, normalizer, kl_coef, rounds):
     trainer = Trainer(small_config(tmp_path, model, normalizer=normalizer, kl_coef=kl_coef), model, ranks)
-    perturbed(trainer.model)
+    perturbed(trainer.models.policy)
     for round_ in rounds:
-        trainer.forward_backward([GROUPS[i] for i in round_])
+        trainer.forward_backward([[GROUPS[i] for i in round_]])
     ours = flat_gradient(trainer, divisor(GROUPS, normalizer))
     oracle = textbook_gradient(model, GROUPS, normalizer, kl_coef)
     assert oracle.norm() > 0 and (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
@@ -56,8 +56,8 @@ def test_streamed_gradients_equal_the_textbook_in_any_order_and_packing(tmp_path
 @pytest.mark.parametrize("override", ["model.shared_prompt=off", "model.attention=concat", "parallel.micro_batch_tokens=12"])
 def test_repeated_prompts_copied_keys_and_cut_groups_have_the_same_gradient(tmp_path, model, ranks, override):
     trainer = Trainer(small_config(tmp_path, model, override, kl_coef=0.1, normalizer="sequence"), model, ranks)
-    perturbed(trainer.model)
-    trainer.forward_backward(GROUPS)
+    perturbed(trainer.models.policy)
+    trainer.forward_backward([GROUPS])
     ours = flat_gradient(trainer, divisor(GROUPS, "sequence"))
     oracle = textbook_gradient(model, GROUPS, "sequence", 0.1)
     assert (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
@@ -81,10 +81,10 @@ def textbook_steps(model: Path, old: list[torch.Tensor] | None, updates: int, lr
 def test_further_updates_of_a_batch_are_ppo_steps_against_the_weights_it_began_with(tmp_path, model, ranks):
     config = small_config(tmp_path, model, "optimizer.lr=0.02", "optimizer.eps=1e-3", updates_per_batch=3)
     trainer = Trainer(config, model, ranks)
-    trainer.forward_backward(GROUPS[:1])
-    trainer.forward_backward(GROUPS[1:])
+    trainer.forward_backward([GROUPS[:1]])
+    trainer.forward_backward([GROUPS[1:]])
     metrics = trainer.optimizer_step(0)
-    ours = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    ours = torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()])
     assert torch.allclose(ours.double(), textbook_steps(model, None, 3, 0.02), atol=2e-5)
     assert not torch.allclose(ours.double(), textbook_steps(model, None, 2, 0.02), atol=2e-3)
     assert metrics["policy/clipped_frac"] > 0  # so that the ratio mattered
@@ -93,16 +93,16 @@ def test_further_updates_of_a_batch_are_ppo_steps_against_the_weights_it_began_w
 def test_one_step_off_corrects_by_the_log_probs_that_the_batch_was_sampled_with(tmp_path, model, ranks):
     config = small_config(tmp_path, model, "schedule=one_step_off", "optimizer.lr=0.02", "optimizer.eps=1e-3")
     trainer = Trainer(config, model, ranks)
-    trainer.forward_backward(GROUPS)
+    trainer.forward_backward([GROUPS])
     trainer.optimizer_step(0)
-    ours = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    ours = torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()])
     sampled = [torch.tensor(r.token_logprobs, dtype=torch.float64) for g in GROUPS for r in g.responses]
     assert torch.allclose(ours.double(), textbook_steps(model, sampled, 1, 0.02), atol=2e-5)
 
 
 def test_exact_sums_refuse_what_they_cannot_hold(tmp_path, model, ranks):
     trainer = Trainer(small_config(tmp_path, model, "parallel.accumulate=exact"), model, ranks)
-    weight = next(trainer.model.parameters())
+    weight = next(trainer.models.policy.parameters())
     for value in (1e7, float("nan"), float("inf")):
         (weight.sum() * value).backward()
         with pytest.raises(TrainingError, match="do not fit parallel.accumulate=exact"):
@@ -112,16 +112,16 @@ def test_exact_sums_refuse_what_they_cannot_hold(tmp_path, model, ranks):
 
 def test_a_batch_of_equal_rewards_changes_nothing(tmp_path, model, ranks):
     trainer = Trainer(small_config(tmp_path, model), model, ranks)
-    before = [p.clone() for p in trainer.model.parameters()]
-    trainer.forward_backward([GROUPS[2]] * 4)
+    before = [p.clone() for p in trainer.models.policy.parameters()]
+    trainer.forward_backward([[GROUPS[2]] * 4])
     metrics = trainer.optimizer_step(0)
     assert metrics["optimizer/gradient_norm"] == 0 and np.isnan(metrics["policy/engine_logprob_gap"])
-    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.models.policy.parameters(), strict=True))
 
 
 def test_statistics_are_means_over_the_trained_tokens(tmp_path, model, ranks):
     trainer = Trainer(small_config(tmp_path, model, kl_coef=0.1), model, ranks)
-    trainer.forward_backward(GROUPS[:2])
+    trainer.forward_backward([GROUPS[:2]])
     metrics = trainer.optimizer_step(0)
     gaps = []
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,0 +1,100 @@
+"""Every product of stages, shards and replicas trains as one process does."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from groups import make_group
+from textbook import small_config
+from workers import run_ranks
+
+from pasync.messages import Group
+from pasync.model.tiny import random_model
+from pasync.parallel.ranks import Ranks
+from pasync.trainer import Trainer
+
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+"""(stages, shards, replicas)."""
+MODELS = [("qwen2", True), ("qwen3", False), ("llama", True)]
+CASES = [(model, always, updates) for model in range(len(MODELS)) for always, updates in ((True, 1), (False, 2), (True, 2))]
+"""(model, tri_model=always, updates_per_batch)."""
+
+COMPARED = ("policy/loss", "policy/kl", "policy/entropy", "policy/clipped_frac", "policy/trained_groups", "optimizer/gradient_norm")
+
+
+def batch(seed: int) -> list[Group]:
+    """Five to nine groups of ragged lengths, one without gradient but for the KL term."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(5, 10))
+    lengths = rng.integers(0, 8, (count, 3)) + (np.arange(3) == 0)
+    groups = [make_group(rng, int(rng.integers(1, 12)), n.tolist(), rewards=[1, 0, 0.5], group_id=i) for i, n in enumerate(lengths)]
+    groups[2] = make_group(rng, 4, [3, 2, 5], rewards=[1, 1, 1], group_id=2)
+    return groups
+
+
+def overrides(ranks: Ranks, always: bool, updates: int) -> list[str]:
+    mesh = ranks.mesh
+    return [
+        f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}",
+        f"algorithm.tri_model={'always' if always else 'needed'}", f"algorithm.updates_per_batch={updates}", "algorithm.kl_coef=0.1",
+        "algorithm.clip_high=0.02", "optimizer.clip_norm=0.05", "optimizer.eps=1e-3", "optimizer.lr=0.01", "algorithm.normalizer=sequence",
+    ]  # fmt: skip
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Of the policy, on rank 0."""
+    found: dict[str, torch.Tensor] = {}
+    trainer.ranks.on_first(lambda: found.update((n, w.clone()) for n, w in trainer.models.weights()), trainer.calls)
+    return found
+
+
+def probe(trainer: Trainer) -> list[float]:
+    """Log-probs of a sequence, on rank 0."""
+    found: list[float] = []
+    trainer.ranks.on_first(lambda: found.extend(trainer.sequence_logprobs([5, 7, 9, 11]).tolist()), trainer.calls)
+    return found
+
+
+def three_batches(ranks: Ranks, folder: Path, models: list[Path]) -> list[tuple[dict, dict, list[float]]]:
+    """Metrics of the last step, weights and log-probs after three batches, of every case."""
+    results, mesh = [], ranks.mesh
+    for model, always, updates in CASES:
+        place = folder / f"{ranks.rank}"
+        place.mkdir(exist_ok=True)
+        trainer = Trainer(small_config(place, models[model], *overrides(ranks, always, updates)), models[model], ranks)
+        for t in range(3):
+            mine = batch(t)[mesh.data.index :: mesh.data.size]
+            trainer.forward_backward([[group] for group in mine] if mesh.pipeline.is_first else None)
+            metrics = trainer.optimizer_step(t)
+        results.append((metrics, whole_weights(trainer), probe(trainer)))
+    return results
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    folders = [tmp_path_factory.mktemp("model") / family for family, _ in MODELS]
+    for folder, (family, tied) in zip(folders, MODELS, strict=True):
+        random_model(folder, family, tied=tied, seed=1, heads=4)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory) -> list:
+    [results] = run_ranks(three_batches, 1, tmp_path_factory.mktemp("alone"), models)
+    return results
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("pipeline", "tensor", "data"), LAYOUTS)
+def test_three_batches_on_any_layout_equal_one_process(tmp_path, models, alone, pipeline, tensor, data):
+    ranks = run_ranks(three_batches, pipeline * tensor * data, tmp_path, models, pipeline=pipeline, tensor=tensor)
+    for case, (metrics, weights, logprobs), expected in zip(CASES, ranks[0], alone, strict=True):
+        assert weights.keys() == expected[1].keys()
+        for name, weight in weights.items():
+            off = (weight - expected[1][name]).norm() / expected[1][name].norm()
+            assert off < 1e-5, (case, name, off)
+        assert logprobs == pytest.approx(expected[2], abs=2e-5), case
+        for key in COMPARED:
+            assert metrics[key] == pytest.approx(expected[0][key], rel=2e-5, abs=1e-7), (case, key)
+    assert all(other[0][0] == ranks[0][0][0] for other in ranks)  # metrics are the same everywhere
