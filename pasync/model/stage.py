@@ -49,7 +49,7 @@ class Stage(nn.Module):
         self._head_is_copied = head.weight is embedding.weight and first != last
 
     @property
-    def tied_weight(self) -> nn.Parameter | None:
+    def tied_weight(self) -> Tensor | None:
         """Where the head is the embedding, and first and last of several stages each hold a copy: that copy; else None.
 
         Both must step by the sum of their gradients. On the last stage its name is `lm_head.weight`, which the checkpoint does not have.
