@@ -71,7 +71,8 @@ class Pipeline:
 
         Under `torch.no_grad()` (on all stages) only forward, and `loss` is merely shown the log-probs.
 
-        Runs on all stages at once; each waits for its neighbours. Returns when this stage has no more to do, and has been heard.
+        Runs on all stages at once; each waits for its neighbours. Returns when this stage has no more to do, and all it sent was received.
+        A failure of a stage's own, unlike one of the source, is not told: its neighbours fail at the deadline, or once its process ends.
 
         Args:
             source: on the first stage, micro-batches as bytes; waits for the next one as long as it takes. None elsewhere.

@@ -1,5 +1,9 @@
-"""Real gloo process groups for tests: run a function of this folder's modules in N spawned processes."""
+"""Real gloo process groups for tests: run a function of this folder's modules in N new processes.
 
+They are forked from a server that has imported torch and transformers once; importing takes longer than most tests.
+"""
+
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -13,6 +17,8 @@ import torch.multiprocessing as mp
 
 from pasync.parallel.ranks import join_ranks
 
+multiprocessing.set_forkserver_preload(["pasync.model.tiny", "pasync.parallel.pipeline", "pasync.parallel.zero"])
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -25,8 +31,8 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, pipeline: int
     # As torchrun does: the parent holds the store, so the port cannot be taken by somebody else before the ranks meet.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        layout = {"pipeline": pipeline, "tensor": tensor}
-        mp.spawn(_entry, (function, size, store.port, Path(folder), layout, args), nprocs=size)
+        inputs = (function, size, store.port, Path(folder), {"pipeline": pipeline, "tensor": tensor}, args)
+        mp.start_processes(_entry, inputs, nprocs=size, start_method="forkserver")
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(size)]
 
 
