@@ -22,7 +22,7 @@ def conflicts(config: Config) -> list[str]:
     if c.parallel.ranks % cut:
         found.append(f"parallel.ranks={c.parallel.ranks}: must be a multiple of parallel.pipeline x parallel.tensor={cut}")
     elif groups % c.replicas:
-        found.append(f"algorithm.batch_groups={groups}: must be a multiple of the data-parallel replicas, {c.replicas}")
+        found.append(f"algorithm.batch_groups={groups}: must be a multiple of the data-parallel replicas={c.replicas}")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
     if c.eval.every and c.data.eval is None:

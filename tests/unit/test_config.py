@@ -60,7 +60,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("itterations=3", "Did you mean iterations?"),
         ("algorithm.group_responses=1", "at least 2"),
         ("algorithm.group_responses=65", "rollout.max_num_seqs=64"),
-        ("parallel.ranks=3", "multiple of parallel.ranks=3"),
+        ("parallel.ranks=3", "multiple of the data-parallel replicas=3"),
         ("eval.every=2", "needs data.eval"),
         ("rewards.function=mth", "Did you mean math?"),
         ("rollout.source=replay", "replay:<run folder>"),
@@ -72,6 +72,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("rollout.source=onyl", "Did you mean only?"),
         ("algorithm.refill_limit=3", "algorithm.filter_zero_variance=refill"),
         ("rollout.admission=longest", "Did you mean longest_first?"),
+        ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):

@@ -206,7 +206,7 @@ def run_on_processes() -> dict[tuple[int, Case, int], list[Seen]]:
     """By (stages, case, replica) what the stages saw, in order."""
     everything = run_ranks(run_all, 4)
     found: dict[tuple[int, Case, int], list[Seen]] = {}
-    for at, (stages, case) in enumerate((stages, case) for stages in (4, 2) for case in CASES[stages]):
+    for at, (stages, case) in enumerate((count, case) for count in (4, 2) for case in CASES[count]):
         for rank in everything:  # ranks are in the order of stages
             _, same, replica, seen = rank[at]
             assert same == case
