@@ -1,4 +1,4 @@
-"""Save on one number of ranks, continue on another."""
+"""Save on one layout, continue on another."""
 
 import os
 import shutil
@@ -26,30 +26,41 @@ GROUPS = [make_group(RNG, 2 + i, [3, 5, 2], rewards=[1, 0, 0.5], group_id=i) for
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "qwen2"
-    random_model(folder, "qwen2", tied=True, seed=1)
+    random_model(folder, "qwen2", tied=True, seed=1, heads=4)
     return folder
 
 
 def train(ranks: Ranks, folder: Path, model: Path, upto: int, keep: int = 2) -> tuple[int, torch.Tensor]:
-    """Continue the run in `folder`; returns where it began and the weights, and saves after every iteration."""
+    """Continue the run in `folder`, save after every iteration; returns where it began and, on rank 0, the weights."""
+    mesh = ranks.mesh
     (folder / str(ranks.rank)).mkdir(exist_ok=True)
-    config = small_config(folder / str(ranks.rank), model, "checkpoint.every=1", f"checkpoint.keep={keep}", "optimizer.eps=1e-3")
+    config = small_config(
+        folder / str(ranks.rank), model, "checkpoint.every=1", f"checkpoint.keep={keep}", "optimizer.eps=1e-3", "algorithm.batch_groups=12",
+        f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}",
+    )  # fmt: skip
     trainer = Trainer(config, model, ranks)
     checkpoints = Checkpoints(config, folder, trainer)
     first = checkpoints.resume()
     for t in range(first, upto):
-        trainer.forward_backward([GROUPS[ranks.rank :: ranks.size]])
+        trainer.forward_backward([GROUPS[mesh.data.index :: mesh.data.size]] if mesh.pipeline.is_first else None)
         trainer.optimizer_step(t)
         checkpoints.save(t + 1)
     checkpoints.finish()
-    return first, torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()])
+    found: dict[str, torch.Tensor] = {}
+    ranks.on_first(lambda: found.update((name, w.flatten().clone()) for name, w in trainer.models.weights()), trainer.calls)
+    return first, torch.cat([found[name] for name in sorted(found)]) if found else torch.zeros(0)
 
 
-@pytest.fixture(scope="module")
-def straight(model, tmp_path_factory) -> tuple[Path, torch.Tensor]:
-    """Folder and weights of four iterations on two ranks, with every checkpoint kept."""
+@pytest.fixture(scope="module", params=[(1, 1, 2), (2, 2, 1)], ids=["two-replicas", "two-stages-two-shards"])
+def straight(request, model, tmp_path_factory) -> tuple[tuple[int, int, int], Path, torch.Tensor]:
+    """Layout, folder and weights of four iterations, with every checkpoint kept."""
     folder = tmp_path_factory.mktemp("straight")
-    return folder, run_ranks(train, 2, folder, model, 4, 9)[0][1]
+    return request.param, folder, on_layout(request.param, folder, model, 4, 9)[0][1]
+
+
+def on_layout(layout: tuple[int, int, int], *args: object) -> list[tuple[int, torch.Tensor]]:
+    pipeline, tensor, data = layout
+    return run_ranks(train, pipeline * tensor * data, *args, pipeline=pipeline, tensor=tensor)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +70,14 @@ def alone() -> Iterator[Ranks]:
         yield joined
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_run_saved_on_two_ranks_continues_on_any_number(tmp_path, model, straight, size):
-    shutil.copytree(straight[0] / "checkpoints" / "iteration-00002", tmp_path / "checkpoints" / "iteration-00002")
-    results = run_ranks(train, size, tmp_path, model, 4)
-    assert [first for first, _ in results] == [2] * size
-    for _, weights in results:
-        assert torch.equal(weights, straight[1]) if size == 2 else (weights - straight[1]).abs().max() < 1e-6
+@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (1, 2, 1), (2, 2, 1)])
+def test_a_run_continues_on_any_layout(tmp_path, model, straight, layout):
+    saved_on, folder, weights = straight
+    shutil.copytree(folder / "checkpoints" / "iteration-00002", tmp_path / "checkpoints" / "iteration-00002")
+    results = on_layout(layout, tmp_path, model, 4)
+    assert [first for first, _ in results] == [2] * len(results)
+    continued = results[0][1]
+    assert torch.equal(continued, weights) if layout == saved_on else (continued - weights).abs().max() < 1e-6
 
 
 def test_only_complete_checkpoints_are_chosen_and_the_oldest_deleted(tmp_path, model, alone):
