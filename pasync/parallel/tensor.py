@@ -193,8 +193,11 @@ def _cut_vocabulary(model: PreTrainedModel, axis: Axis) -> None:
         _keep_part(module, {"weight": 0}, axis)
     if tied:
         head.weight = embedding.weight
+    model.disable_input_require_grads()  # hooks that checkpointing has put on the embedding; a model without their owner cannot be copied
     model.set_input_embeddings(VocabularyEmbedding(embedding, peers))
     model.set_output_embeddings(VocabularyHead(head, peers))
+    if model.is_gradient_checkpointing:
+        model.enable_input_require_grads()
 
 
 def _cut_dim(before: torch.Size, after: torch.Size) -> int | None:
