@@ -24,7 +24,7 @@ from pasync.parallel.mesh import Axis, make_mesh
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.tensor import AxisPeers, cut, whole
 
-pytestmark = pytest.mark.timeout(120)  # whichever test comes first waits for the processes
+pytestmark = pytest.mark.timeout(240)  # whichever test comes first waits for the processes to start, which may share one core
 
 
 @dataclass(frozen=True)
@@ -252,6 +252,13 @@ def test_a_plan_that_says_something_unknown_is_refused():
     model = build(CASES[0])
     model._tp_plan = model.tp_plan | {"model.layers.*.mlp.up_proj": "diagonal"}
     with pytest.raises(ConfigError, match=r"model.layers.0.mlp.up_proj is to be cut as 'diagonal'"):
+        cut(model, axis_of(2))
+
+
+def test_a_weight_between_cut_layers_that_the_plan_forgets_is_refused():
+    model = build(CASES[3])
+    model._tp_plan = {name: style for name, style in model.tp_plan.items() if "k_norm" not in name}
+    with pytest.raises(ConfigError, match=r"model.layers.0.self_attn.k_norm has weights, but"):
         cut(model, axis_of(2))
 
 
