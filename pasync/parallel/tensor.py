@@ -59,7 +59,7 @@ def cut(model: PreTrainedModel, axis: Axis) -> Shards:
         model: Qwen2, Qwen3 or Llama-like, from `load_model`.
 
     Raises:
-        ConfigError: a size is not a multiple of the axis's, or the model's plan says something else than is known here.
+        ConfigError: a size is not a multiple of the axis's, or the model's plan says something unknown, or nothing of some weight.
     """
     sizes = {name: p.shape for name, p in model.named_parameters()}
     partial: list[str] = []
@@ -155,7 +155,8 @@ class VocabularyHead(nn.Module):
 def _cut_blocks(model: PreTrainedModel, axis: Axis) -> list[str]:
     """Cut the linear layers of all blocks. Returns the names of whole parameters with partial gradients."""
     peers, blocks, partial = AxisPeers(axis), set(), []
-    for name, module, style in list(_planned(model)):
+    plan = list(_planned(model))
+    for name, module, style in plan:
         block, _, leaf = name.rpartition(".")
         if style == PARTIAL:
             partial += [f"{name}.{parameter}" for parameter, _ in module.named_parameters()]
@@ -167,8 +168,14 @@ def _cut_blocks(model: PreTrainedModel, axis: Axis) -> list[str]:
             blocks.add(block)
         else:
             setattr(model.get_submodule(block), leaf, RowLinear(module, peers))
-    for block in blocks:
-        model.get_submodule(block).register_forward_pre_hook(_copy_input(peers), with_kwargs=True)
+    planned = {name for name, _, _ in plan}
+    for block in sorted(blocks):
+        inside = model.get_submodule(block)
+        for name, module in inside.named_modules(prefix=block):
+            # its gradient would silently be this process's part of it
+            if name not in planned and any(True for _ in module.parameters(recurse=False)):
+                raise ConfigError(f"model.path: {name} has weights, but the model's tensor-parallel plan does not name it")
+        inside.register_forward_pre_hook(_copy_input(peers), with_kwargs=True)
     return partial
 
 
@@ -193,8 +200,11 @@ def _cut_vocabulary(model: PreTrainedModel, axis: Axis) -> None:
         _keep_part(module, {"weight": 0}, axis)
     if tied:
         head.weight = embedding.weight
+    model.disable_input_require_grads()  # hooks that checkpointing has put on the embedding; a model without their owner cannot be copied
     model.set_input_embeddings(VocabularyEmbedding(embedding, peers))
     model.set_output_embeddings(VocabularyHead(head, peers))
+    if model.is_gradient_checkpointing:
+        model.enable_input_require_grads()
 
 
 def _cut_dim(before: torch.Size, after: torch.Size) -> int | None:

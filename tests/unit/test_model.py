@@ -86,6 +86,13 @@ def test_packed_groups_equal_separate_sequences(family, tied, checkpointing, kin
     assert_equal_to_separate_sequences(oracle, packing(oracle, checkpointing, kind), groups, shared)
 
 
+def test_the_first_use_on_a_device_may_be_inside_a_checkpointed_layer():
+    shared_prompt.choose.cache_clear()  # as in a new process: the backend is compared with plain attention during this forward
+    logp, _ = response_logprobs(packing(tiny("qwen2"), checkpointing=True), make_batch([make_group(np.random.default_rng(0), 5, [3, 4])]),
+                                temperature=1.0)  # fmt: skip
+    logp.sum().backward()
+
+
 @settings(max_examples=18, deadline=None)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
