@@ -7,7 +7,7 @@ import copy
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -49,6 +49,11 @@ class Case:
     fails_after: int | None = None
     """The source raises after so many micro-batches; then a whole batch follows."""
     backward: bool = True
+
+    def __str__(self) -> str:
+        flags = {f.name: getattr(self, f.name) for f in fields(self)[4:] if getattr(self, f.name) != f.default}
+        head = "tied" if self.tied else "untied"
+        return "-".join([self.family, head, f"{self.models}models", f"{self.batches}batches", *(f"{k}={v}" for k, v in flags.items())])
 
 
 CASES = {
@@ -192,12 +197,12 @@ def watch(policy: Stage) -> list[int]:
 
 
 def run_all(ranks: Ranks) -> list[tuple[int, Case, int, Seen]]:
-    """(stage, case, replica, seen) of all cases on several stages."""
+    """(number of stages, case, replica, what was seen) of all cases on several stages."""
     seen = []
     for stages in (4, 2):
         mesh = make_mesh(pipeline=stages, tensor=1)
         for case in CASES[stages]:
-            seen.append((mesh.pipeline.index, case, mesh.data.index, run_case(case, mesh.pipeline, mesh.data.index)))
+            seen.append((stages, case, mesh.data.index, run_case(case, mesh.pipeline, mesh.data.index)))
     return seen
 
 
@@ -206,14 +211,13 @@ def run_on_processes() -> dict[tuple[int, Case, int], list[Seen]]:
     """By (stages, case, replica) what the stages saw, in order."""
     everything = run_ranks(run_all, 4)
     found: dict[tuple[int, Case, int], list[Seen]] = {}
-    for at, (stages, case) in enumerate((count, case) for count in (4, 2) for case in CASES[count]):
-        for rank in everything:  # ranks are in the order of stages
-            _, same, replica, seen = rank[at]
-            assert same == case
+    for rank in everything:  # in the order of stages
+        for stages, case, replica, seen in rank:
             found.setdefault((stages, case, replica), []).append(seen)
     return found
 
 
+@cache
 def stages_of(stages: int, case: Case, replica: int = 0) -> list[Seen]:
     if stages == 1:
         return [run_case(case, Axis(0, (0,), None), replica)]  # type: ignore[arg-type]  # no group: nothing is sent
