@@ -210,7 +210,7 @@ def applied(c: Config, text: str) -> Config:
     ("changes", "gigabytes", "keys"),
     [
         ({}, 24, ["model.gradient_checkpointing=true"]),
-        ({}, 13, ["model.gradient_checkpointing=true", "parallel.micro_batch_tokens="]),
+        ({}, 12, ["model.gradient_checkpointing=true", "parallel.micro_batch_tokens="]),
         ({"parallel": {"micro_batch_tokens": 1536}, "model": {"gradient_checkpointing": True}}, 11, ["parallel.ranks="]),
     ],
 )
