@@ -24,6 +24,7 @@ from pasync import estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
+from pasync.geometry import Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
@@ -155,10 +156,10 @@ def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:
     return kind, list(range(config.device.count or 0)) if dry_run and not ids else ids
 
 
-def _geometry(config: Config) -> estimate.Geometry | str:
+def _geometry(config: Config) -> Geometry | str:
     """Sizes of the model, or why they are not known."""
     try:
-        return estimate.read_geometry(prepare.folder(config.model.path))
+        return read_geometry(prepare.folder(config.model.path))
     except ConfigError as error:
         return str(error)
 

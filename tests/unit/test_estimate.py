@@ -20,7 +20,6 @@ from pasync.estimate import (
     KEPT_LOGITS_BYTES,
     LOGITS_BLOCK,
     SMALLEST_LOGITS_BLOCK,
-    Geometry,
     Machine,
     advice,
     micro_batch_bytes,
@@ -29,10 +28,10 @@ from pasync.estimate import (
     pools,
     problems,
     rank_need,
-    read_geometry,
     report,
     warnings,
 )
+from pasync.geometry import Geometry, read_geometry
 from pasync.model import logprob, shared_prompt
 from pasync.model.causal_lm import response_logprobs
 
