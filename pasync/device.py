@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 Role = Literal["server", "rank"]
 VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 NODES = {"cuda": "/dev/nvidia", "npu": "/dev/davinci"}
+OVERHEAD_BYTES = {
+    "cpu": {"rank": 1200 << 20, "server": 1600 << 20},  # measured, with torchrun and one reward process
+    "cuda": {"rank": 1 << 30, "server": 2 << 30},
+    "npu": {"rank": 1 << 30, "server": 2 << 30},
+}
+GROUP_BYTES = {"cpu": 0, "cuda": 400 << 20, "npu": 400 << 20}
+"""HCCL: two buffers of HCCL_BUFFSIZE, 200 MB unless set; NCCL is of the same size."""
 
 
 def detect() -> str:
@@ -30,6 +37,28 @@ def device_ids(kind: str) -> list[int]:
         return sorted(os.sched_getaffinity(0))
     visible = os.environ.get(VISIBLE[kind])
     return [int(i) for i in visible.split(",") if i.strip()] if visible is not None else _node_ids(kind)
+
+
+def memory_bytes(kind: str) -> int | None:
+    """Memory of the smallest device, on cpu of the whole machine; None where there is no device, or no torch that sees it."""
+    if kind == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not _node_ids(kind):
+        return None
+    try:
+        import torch
+
+        if kind == "npu":
+            import torch_npu  # noqa: F401  registers torch.npu
+        module = torch.get_device_module(kind)
+        return min((module.mem_get_info(i)[1] for i in range(module.device_count())), default=None)
+    except (ImportError, OSError, RuntimeError, AssertionError):  # an installation that cannot reach its driver
+        return None
+
+
+def overhead_bytes(kind: str, role: Role, groups: int) -> int:
+    """What a process holds besides its tensors: libraries and the device's context, and the buffers of its process groups."""
+    return OVERHEAD_BYTES[kind][role] + groups * GROUP_BYTES[kind]
 
 
 def process_environment(kind: str, ids: list[int], role: Role) -> dict[str, str]:

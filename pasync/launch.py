@@ -20,9 +20,11 @@ from pathlib import Path
 import yaml
 
 from pasync import device as devices
+from pasync import estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
+from pasync.geometry import Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
@@ -43,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         placement = placed(config, args.dry_run)
         if args.dry_run:
             print(description(config, placement))
+            print(memory(config, placement.kind))
             return 0
         return launch(config, placement, run_commands)
     except ConfigError as error:
@@ -55,8 +58,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def machine_problems(config: Config, dry_run: bool) -> list[str]:
     """What this machine lacks for the configuration. A dry run may assume devices, data and a model that are not there."""
-    found = misfits(config, *_devices(config, dry_run))
-    return found if dry_run else found + prepare.problems(config) + _missing_data(config)
+    kind, ids = _devices(config, dry_run)
+    found = misfits(config, kind, ids)
+    if dry_run:
+        return found
+    found += prepare.problems(config) + _missing_data(config)
+    geometry = _geometry(config)
+    return found if isinstance(geometry, str) or kind != "cpu" else found + estimate.problems(config, geometry, _machine(config, kind))
 
 
 def placed(config: Config, dry_run: bool) -> Placement:
@@ -73,6 +81,12 @@ def description(config: Config, placement: Placement) -> str:
         lines.append(f"  {name:<10} {placement.kind} {', '.join(map(str, ids))}")
         lines += [f"    {key}={value}" for key, value in env.items()]
     return "\n".join(lines)
+
+
+def memory(config: Config, kind: str) -> str:
+    """The estimate for every process, and what to change if it does not fit; or why there is none."""
+    geometry = _geometry(config)
+    return f"memory: {geometry}" if isinstance(geometry, str) else estimate.report(config, geometry, _machine(config, kind))
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:
@@ -140,6 +154,18 @@ def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:
     kind = devices.detect() if config.device.kind == "auto" else config.device.kind
     ids = devices.device_ids(kind)
     return kind, list(range(config.device.count or 0)) if dry_run and not ids else ids
+
+
+def _geometry(config: Config) -> Geometry | str:
+    """Sizes of the model, or why they are not known."""
+    try:
+        return read_geometry(prepare.folder(config.model.path))
+    except ConfigError as error:
+        return str(error)
+
+
+def _machine(config: Config, kind: str) -> estimate.Machine:
+    return estimate.Machine(kind, config.device.count or len(devices.device_ids(kind)), devices.memory_bytes(kind))
 
 
 def _with_model(config: Config, processes: Supervisor) -> Config:

@@ -25,9 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pasync.config import ModelConfig
 from pasync.errors import ConfigError
 from pasync.model import shared_prompt
-from pasync.model.causal_lm import response_logprobs
+from pasync.model.causal_lm import load_model, response_logprobs
+from pasync.model.tiny import random_model
 
 FAMILIES = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
 SHAPES = [(7, [3, 5, 2]), (1, [1, 0, 4]), (12, [0, 0]), (5, [6, 6, 6])]
@@ -178,6 +180,15 @@ def test_a_changed_prompt_changes_all_of_its_responses_and_no_other_group():
     changed = type(groups[0])(0, 0, make_group(rng, 5, []).prompt_ids, groups[0].responses, 0.0, 0.0)
     first, second = (response_logprobs(model, make_batch(g), temperature=1.0)[0] for g in (groups, [changed, groups[1]]))
     assert torch.equal(first[11:], second[11:]) and not (first[:11] == second[:11]).any()
+
+
+def test_the_first_pass_of_a_checkpointed_model_may_be_one_with_a_gradient(tmp_path):
+    random_model(tmp_path, "llama", tied=True)
+    shared_prompt.choose.cache_clear()
+    model = load_model(ModelConfig(path=str(tmp_path), dtype="float32", gradient_checkpointing=True), tmp_path, torch.device("cpu"))
+    assert shared_prompt.choose.cache_info().currsize == 1
+    response_logprobs(model, make_batch([make_group(np.random.default_rng(0), 5, [3, 4])]), temperature=1.0)[0].sum().backward()
+    assert shared_prompt.choose.cache_info().currsize == 1, "the layers ask for the same choice"
 
 
 def test_stock_attention_on_a_packed_row_would_be_wrong_in_silence_so_it_is_refused():

@@ -1,0 +1,99 @@
+"""Sizes of a model, from its config.json alone. No torch.
+
+    config.json --read_geometry--> Geometry --> numbers of weights, what a layer keeps for the backward pass
+
+Letters: E hidden size, I intermediate size, H query heads, G key/value heads, D head size, V vocabulary, s bytes of a number.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pasync.errors import ConfigError
+
+REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a Qwen2, Qwen3 or Llama model."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool
+    """The LM head is the embedding."""
+    input_bias: bool
+    """Of q, k and v."""
+    output_bias: bool
+    """Of o."""
+    mlp_bias: bool
+    head_norms: bool
+    """q and k are normalised per head (Qwen3)."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the checkpoint, a tied head counted once.
+
+        V E embedding, V E head, E last norm; per layer 2 E norms, (H + 2 G) D E in q, k and v, H D E in o, 3 E I in gate, up and down,
+        and the biases and 2 D of head norms that the family has.
+        """
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        weights = self.hidden * (2 + queries + 2 * keys + queries + 3 * self.intermediate) + self.head_norms * 2 * self.head_size
+        attention_biases = self.input_bias * (queries + 2 * keys) + self.output_bias * self.hidden
+        mlp_biases = self.mlp_bias * (2 * self.intermediate + self.hidden)
+        outside = self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+        return outside + self.layers * (weights + attention_biases + mlp_biases)
+
+    @property
+    def largest_tensor(self) -> int:
+        """Numbers in the largest weight."""
+        return max(self.vocabulary * self.hidden, self.hidden * self.intermediate, self.hidden * self.heads * self.head_size)
+
+    def layer_row_bytes(self, item_bytes: int) -> int:
+        """What autograd keeps of one decoder layer for one row until the backward pass, as transformers writes these layers.
+
+        norms      2 (4 + 2 s) E           its input in float32, normalised, scaled (which q, k, v, gate and up share)
+        attention  2 s (H + G) D + 4 H     q, k, v, output, and the float32 log-sum-exp
+        head norms (4 + s) (H + G) D       input in float32, normalised; Qwen3 only
+        MLP        4 s I                   gate, silu(gate), up, their product
+        """
+        heads = (self.heads + self.kv_heads) * self.head_size
+        norms = 2 * (4 + 2 * item_bytes) * self.hidden + self.head_norms * (4 + item_bytes) * heads
+        return norms + 2 * item_bytes * heads + 4 * self.heads + 4 * item_bytes * self.intermediate
+
+
+def read_geometry(folder: Path) -> Geometry:
+    """Sizes of the model in `folder`, from its config.json.
+
+    Raises:
+        ConfigError: there is none, or it is of another family.
+    """
+    try:
+        settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={folder}: {error}") from None
+    missing = [key for key in REQUIRED if not isinstance(settings.get(key), int)]
+    family = settings.get("model_type")
+    if missing or family not in ("qwen2", "qwen3", "llama"):
+        raise ConfigError(f"model.path={folder}: config.json describes no Qwen2, Qwen3 or Llama model")
+    hidden, intermediate, layers, heads, vocabulary = (settings[key] for key in REQUIRED)
+    bias = bool(settings.get("attention_bias"))
+    return Geometry(
+        hidden, intermediate, layers, heads,
+        kv_heads=settings.get("num_key_value_heads") or heads,
+        head_size=settings.get("head_dim") or (128 if family == "qwen3" else hidden // heads),
+        vocabulary=vocabulary,
+        tied=bool(settings.get("tie_word_embeddings")),
+        input_bias=bias or family == "qwen2",
+        output_bias=bias and family != "qwen2",
+        mlp_bias=bool(settings.get("mlp_bias")) and family == "llama",
+        head_norms=family == "qwen3",
+    )  # fmt: skip
