@@ -2,6 +2,10 @@
 
     rank 0: WeightSender.publish  == flat buckets, process-group broadcast (gloo | NCCL | HCCL) ==>  worker: WeightReceiver.receive
 
+    sender     fill 0 | fill 1, sum 0 | fill 2, sum 1 | ..        while a bucket travels the next is made ready,
+    transfer          |    bucket 0   |    bucket 1   | ..        and the one before is loaded:
+    receiver                          |     load 0    | ..        two buffers on either side
+
 The transfer group lies outside torch's default group: rank 0 of it is the trainer, the workers of all servers follow. Names are those
 of the Hugging Face checkpoint; vLLM's own `load_weights` maps them onto its fused layers. Three checks make sure that weights
 which did not arrive are noticed: every server acknowledges the version; the float64 sum over the weights it then holds equals
@@ -10,11 +14,10 @@ the sum over what was sent; and the log-probs of a fixed sequence agree.
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +28,10 @@ from pasync import device as devices
 from pasync.config import Config
 from pasync.errors import WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes, floats, int_bytes
+from pasync.transport.broadcast import BUFFERS, BroadcastGroup, Bucket, flat_buffers, plan_buckets, views
 
-Buckets = list[list[tuple[str, list[int]]]]
+SUM_PIECE = {"cpu": 1 << 16}
+"""Numbers that `sums` converts at a time, by type of device: on cpu what stays in a core's cache, elsewhere 16M, few kernel launches."""
 
 
 class Servers(Protocol):
@@ -38,30 +43,6 @@ class Servers(Protocol):
     def tell(self, server: str, message: Message) -> None: ...
     def replies(self, kind: type[Any], *, deadline_s: float) -> dict[str, Any]: ...
     def failure(self, *, wait_s: float) -> Exception | None: ...
-
-
-class BroadcastGroup:
-    """A process group outside the default one, with the sender as rank 0.
-
-    The sender makes the store first (`open_store`) and tells everyone its port; constructing the group then blocks until all are there.
-    """
-
-    def __init__(self, kind: str, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        self._store = store  # must outlive the group
-        self._group = devices.process_group(kind, dist.PrefixStore("weights", store), rank, world_size, timeout)
-
-    @staticmethod
-    def open_store(host: str, port: int, world_size: int, timeout_s: float, *, is_sender: bool) -> dist.TCPStore:
-        """Rendezvous; the sender passes port 0 and reads the chosen one from `.port`."""
-        timeout = timedelta(seconds=timeout_s)
-        return dist.TCPStore(host, port, world_size, is_master=is_sender, timeout=timeout, wait_for_workers=False)
-
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's tensor reaches all others. Raises RuntimeError when a peer is gone or the timeout has passed."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._group.broadcast([tensor], options).wait()
 
 
 class WeightSender:
@@ -79,17 +60,21 @@ class WeightSender:
         self._first: int | None = None  # version of the first sync: a continued run does not begin at 0
         self.dtype = getattr(torch, config.server_dtype)
         self.buckets = plan_buckets(shapes, config.sync.bucket_bytes // self.dtype.itemsize)
-        self._buffer = torch.empty(max(map(_numel, self.buckets)), dtype=self.dtype, device=devices.torch_device(kind, 0))
-        self._group = self._join(kind)
+        self._flats = flat_buffers(self.buckets, self.dtype, devices.torch_device(kind, 0))
+        self.group = self._join(kind)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Give every server the weights of `version` and wait until each says that it holds them, with empty prefix caches.
 
-        Waits for the servers, at most `sync.deadline_s` for the transfer and again for the acknowledgements.
+        Waits for the servers, at most `sync.deadline_s` for every bucket and again for the acknowledgements.
+
+        Args:
+            weights: (name, tensor) in the order of `shapes`, made as slowly as they need to be: a tensor is copied at once and may be
+                reused for the next. Taken to the end, on the calling thread, while buckets before are on their way.
 
         Raises:
             RolloutError: requests are still in flight.
-            WeightSyncError: a server did not take part, or does not hold what was sent.
+            WeightSyncError: a server did not take part or does not hold what was sent, or `weights` failed.
         """
         self.servers.require_idle()
         self._first = version if self._first is None else self._first
@@ -141,31 +126,30 @@ class WeightSender:
         store = BroadcastGroup.open_store("127.0.0.1", 0, world, limit, is_sender=True)
         for i, name in enumerate(self.servers.names):
             self.servers.tell(name, Join("127.0.0.1", store.port, 1 + i * width, world, limit, self.buckets))
-        group = self._guarded(lambda: BroadcastGroup(kind, store, 0, world, limit), "joining the transfer group")
+        with _naming("joining the transfer group", self.servers.failure):
+            group = BroadcastGroup(kind, store, 0, world, limit)
         self.servers.replies(Joined, deadline_s=limit)
         return group
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], with_sum: bool, version: int) -> tuple[float, float]:
         source, total, abs_total = iter(weights), 0.0, 0.0
-        for bucket in self.buckets:
-            flat = self._buffer[: _numel(bucket)]
-            for (name, shape), view in zip(bucket, _views(flat, bucket), strict=True):
-                given, tensor = next(source)
-                assert (given, list(tensor.shape)) == (name, shape), f"{given} sent where {name} was planned"
-                view.copy_(tensor)
-            if with_sum:
-                bucket_total, bucket_abs_total = sums([flat])
-                total, abs_total = total + bucket_total, abs_total + bucket_abs_total
-            self._guarded(partial(self._group.broadcast, flat), f"sending version {version}")
+        collecting = f"collecting the weights of version {version}"
+        works: deque[dist.Work] = deque()  # of the broadcasts under way
+        with _naming(f"sending version {version}", self.servers.failure):
+            for bucket, flat in zip(self.buckets, self._flats, strict=True):
+                if len(works) == BUFFERS:
+                    works.popleft().wait()  # or the bucket before the last one would be overwritten on its way
+                with _naming(collecting):
+                    _fill(flat, bucket, source)
+                works.append(self.group.start(flat))
+                if with_sum:
+                    bucket_total, bucket_abs_total = sums([flat])
+                    total, abs_total = total + bucket_total, abs_total + bucket_abs_total
+            with _naming(collecting):
+                _require_end(source)
+            for work in works:
+                work.wait()
         return total, abs_total
-
-    def _guarded(self, act: Callable[[], Any], doing: str) -> Any:
-        began = time.monotonic()
-        try:
-            return act()
-        except (RuntimeError, dist.DistError) as error:
-            cause = self.servers.failure(wait_s=1.0) or str(error).splitlines()[0]  # a server's own word explains a broken transfer
-            raise WeightSyncError(f"{doing} failed after {time.monotonic() - began:.1f} s: {cause}") from error
 
 
 class WeightReceiver:
@@ -173,37 +157,34 @@ class WeightReceiver:
 
     def __init__(self, kind: str, join: dict[str, Any], rank: int, device: torch.device, dtype: torch.dtype) -> None:
         store = BroadcastGroup.open_store(join["host"], join["port"], join["world_size"], join["timeout_s"], is_sender=False)
-        self._group = BroadcastGroup(kind, store, join["rank_offset"] + rank, join["world_size"], join["timeout_s"])
-        self._buckets: Buckets = join["buckets"]
-        self._buffer = torch.empty(max(map(_numel, self._buckets)), dtype=dtype, device=device)
+        self.group = BroadcastGroup(kind, store, join["rank_offset"] + rank, join["world_size"], join["timeout_s"])
+        self.buckets: list[Bucket] = join["buckets"]
+        self._flats = flat_buffers(self.buckets, dtype, device)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every weight; a tensor is overwritten when the next bucket comes."""
-        for bucket in self._buckets:
-            flat = self._buffer[: _numel(bucket)]
-            self._group.broadcast(flat)
-            yield from zip((name for name, _ in bucket), _views(flat, bucket), strict=True)
+        """Yield (name, tensor) of every weight; a tensor is overwritten once the next bucket's first one is asked for.
 
+        Waits for each bucket, at most the timeout of the group. The next one arrives meanwhile, in the other buffer.
 
-def plan_buckets(shapes: list[tuple[str, list[int]]], max_numel: int) -> Buckets:
-    """Cut a list of tensors into consecutive buckets of at most `max_numel` numbers; a larger tensor is a bucket of its own."""
-    buckets: Buckets = []
-    size = 0
-    for name, shape in shapes:
-        numel = math.prod(shape)
-        if not buckets or size + numel > max_numel:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, list(shape)))
-        size += numel
-    return buckets
+        Raises:
+            RuntimeError: the sender is gone or late.
+        """
+        # What the caller did with a buffer is over before the broadcast that overwrites it: on cpu it is done when the generator
+        # continues, on accelerators `start` queues the broadcast behind the caller's copies on the current stream.
+        coming = self.group.start(self._flats[0])
+        for i, bucket in enumerate(self.buckets):
+            work = coming
+            if i + 1 < len(self.buckets):
+                coming = self.group.start(self._flats[i + 1])
+            work.wait()
+            yield from zip((name for name, _ in bucket), views(self._flats[i], bucket), strict=True)
 
 
 def sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
     """Float64 sum, and sum of absolute values, over all elements."""
     total = abs_total = 0.0
     for t in tensors:
-        for part in t.flatten().split(1 << 22):  # converting a part beats torch's own sum(dtype=float64) by 3x on cpu
+        for part in t.flatten().split(SUM_PIECE.get(t.device.type, 1 << 24)):  # beats torch's own sum(dtype=float64) by 5x on cpu
             wide = part.double()
             total += wide.sum().item()
             abs_total += wide.abs_().sum().item()
@@ -216,13 +197,32 @@ def _compare_sums(name: str, version: int, sent: tuple[float, float], held: tupl
         raise WeightSyncError(f"{name} holds weights that sum to {held} after sync {version}, sent were {sent} (sum, sum of |w|)")
 
 
-def _numel(bucket: list[tuple[str, list[int]]]) -> int:
-    return sum(math.prod(shape) for _, shape in bucket)
+def _fill(flat: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy the next tensors of `source` into a bucket."""
+    for (name, shape), view in zip(bucket, views(flat, bucket), strict=True):
+        given, tensor = next(source, ("nothing", view))
+        if (given, list(tensor.shape)) != (name, shape):
+            raise ValueError(f"{given} {list(tensor.shape)} came where {name} {shape} was planned")
+        view.copy_(tensor)
 
 
-def _views(flat: Tensor, bucket: list[tuple[str, list[int]]]) -> Iterator[Tensor]:
-    at = 0
-    for _, shape in bucket:
-        numel = math.prod(shape)
-        yield flat[at : at + numel].view(shape)
-        at += numel
+def _require_end(source: Iterator[tuple[str, Tensor]]) -> None:
+    for name, _ in source:
+        raise ValueError(f"{name} came after the last planned weight")
+
+
+@contextmanager
+def _naming(doing: str, failure: Callable[..., Exception | None] | None = None) -> Iterator[None]:
+    """Raise what fails inside as a WeightSyncError that says what was being done (innermost) and why it failed.
+
+    Args:
+        failure: the servers' own word (`Servers.failure`): it explains a broken transfer better than the transfer's error.
+    """
+    began = time.monotonic()
+    try:
+        yield
+    except WeightSyncError:
+        raise
+    except Exception as error:
+        cause = (failure and failure(wait_s=1.0)) or f"{type(error).__name__}: {error}".splitlines()[0]
+        raise WeightSyncError(f"{doing} failed after {time.monotonic() - began:.1f} s: {cause}") from error

@@ -13,11 +13,15 @@ OVERLAP = {
 }  # fmt: skip
 
 
-def line_of(*command: str) -> dict[str, object]:
+def lines_of(*command: str) -> list[dict[str, object]]:
     done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=280, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    return json.loads(line)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def line_of(*command: str) -> dict[str, object]:
+    (line,) = lines_of(*command)
+    return line
 
 
 def test_transport_prints_its_line():
@@ -33,3 +37,9 @@ def test_overlap_prints_its_line():
 def test_admission_prints_its_line():
     line = line_of("benchmarks.admission", "--lengths", "uniform", "--pairs", "1")
     assert line["fifo_step_s"] > 0 and line["longest_first_step_s"] > 0 and line["max_over_median"] == 1
+
+
+def test_weight_sync_prints_a_line_for_every_type_and_way():
+    lines = lines_of("benchmarks.weight_sync", "--model", "smollm2-135m", "--layers", "1", "--rounds", "1")
+    assert len({line["case"] for line in lines}) == 12
+    assert all(line[key] > 0 for line in lines for key in ("seconds", "gb_per_s", "raw_gb_per_s", "of_limit"))

@@ -1,11 +1,12 @@
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,7 +14,8 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes
-from pasync.transport.weights import WeightReceiver, WeightSender, plan_buckets, sums
+from pasync.transport.broadcast import BUFFERS, flat_buffers, plan_buckets
+from pasync.transport.weights import WeightReceiver, WeightSender, sums
 
 SHAPES = [("embed", [11, 4]), ("norm", [4]), ("head", [11, 4]), ("scale", [1])]
 
@@ -37,6 +39,8 @@ class ThreadServers:
         self.receivers: dict[str, WeightReceiver] = {}
         self.threads: list[threading.Thread] = []
         self.version_error = 0
+        self.load_s = 0.0  # time that a server takes over every tensor
+        self.errors: dict[str, Exception] = {}
 
     def require_idle(self) -> None:
         if self.in_flight:
@@ -63,12 +67,20 @@ class ThreadServers:
             self.receivers[server] = WeightReceiver("cpu", fields, 0, torch.device("cpu"), torch.float32)
             self.answers[server] = Joined()
         elif isinstance(message, Sync):
-            received = {name: t.clone() for name, t in self.receivers[server].receive()}
+            try:
+                received = {name: self._loaded(t) for name, t in self.receivers[server].receive()}
+            except RuntimeError as error:
+                self.errors[server] = error
+                return
             self.held[server] = self.load(index, received)
             total = sums(self.held[server].values()) if message.with_sum else (None, None)
             self.answers[server] = Synced(message.version + self.version_error, 0.0, *total)
         elif isinstance(message, Probe):
             self.answers[server] = Probed(message.version, float_bytes([-1.0, -2.0 - index]))
+
+    def _loaded(self, tensor: Tensor) -> Tensor:
+        time.sleep(self.load_s)
+        return tensor.clone()
 
 
 def config(tmp_path, **sync: object) -> Config:
@@ -82,6 +94,86 @@ def config(tmp_path, **sync: object) -> Config:
 def weights(seed: int) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES]
+
+
+MANY = [(f"w{i}", [1 + i * 37 % 11, 1 + i * 53 % 29]) for i in range(40)] + [("large", [70, 30]), ("last", [3])]
+
+
+def many(seed: int) -> dict[str, Tensor]:
+    """Weights of which some have another type than the servers."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator).to(torch.bfloat16 if n == "w5" else torch.float32) for n, s in MANY}
+
+
+def test_a_buffer_is_shared_by_every_second_bucket_only_and_no_larger_than_needed():
+    buckets = plan_buckets([("a", [100]), ("b", [2]), ("c", [3]), ("d", [4])], 5)
+    flats = flat_buffers(buckets, torch.float32, torch.device("cpu"))
+    assert [f.numel() for f in flats] == [100, 5, 4]
+    storages = [f.untyped_storage() for f in flats]
+    assert storages[0].data_ptr() == storages[2].data_ptr() != storages[1].data_ptr()
+    assert [s.nbytes() for s in storages] == [400, 20, 400]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 1500, 4096, 8400, 1 << 20])
+def test_held_weights_equal_sent_ones_bit_for_bit_for_any_size_of_buckets(tmp_path, bucket_bytes):
+    servers = ThreadServers(2, lambda _, received: received)
+    sender = WeightSender(config(tmp_path, bucket_bytes=bucket_bytes), servers, MANY, "cpu")
+    assert (len(sender.buckets) > BUFFERS) == (bucket_bytes < 1 << 20)
+    for version in range(2):
+        sender.publish(many(version).items(), version)
+        for held in servers.held.values():
+            assert all(torch.equal(held[n].view(torch.int32), w.float().view(torch.int32)) for n, w in many(version).items())
+
+
+@pytest.mark.parametrize(("make_s", "load_s"), [(0.01, 0.0), (0.0, 0.01), (0.005, 0.005)])
+def test_slow_weights_made_in_the_same_memory_and_slow_servers_change_nothing(tmp_path, make_s, load_s):
+    def slowly() -> Iterator[tuple[str, Tensor]]:
+        memory = torch.empty(70 * 30)
+        for name, weight in many(0).items():
+            time.sleep(make_s)
+            yield name, memory[: weight.numel()].view(weight.shape).copy_(weight)
+
+    servers = ThreadServers(2, lambda _, received: received)
+    servers.load_s = load_s
+    WeightSender(config(tmp_path), servers, MANY, "cpu").publish(slowly(), 0)
+    for held in servers.held.values():
+        assert all(torch.equal(held[name], weight.float()) for name, weight in many(0).items())
+
+
+def test_a_failure_while_weights_are_made_is_named_and_the_servers_wait_no_longer_than_the_deadline(tmp_path):
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield from list(many(0).items())[:20]
+        raise KeyError("shard of rank 3")
+
+    servers = ThreadServers(2, lambda _, received: received)
+    sender = WeightSender(config(tmp_path, deadline_s=2), servers, MANY, "cpu")
+    with pytest.raises(WeightSyncError, match=r"collecting the weights of version 7 failed after 0.\d s: KeyError: 'shard of rank 3'"):
+        sender.publish(failing(), 7)
+    began = time.monotonic()
+    servers.replies(Synced, deadline_s=10)
+    assert time.monotonic() - began < 4 and servers.errors.keys() == set(servers.names)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights[:-1], r"nothing \[3\] came where last \[3\] was planned"),
+        (lambda weights: [*weights, ("extra", torch.zeros(1))], "extra came after the last planned weight"),
+        (lambda weights: weights[::-1], r"last \[3\] came where w0 \[1, 1\] was planned"),
+    ],
+)
+def test_other_weights_than_planned_are_named(tmp_path, change, message):
+    sender = WeightSender(config(tmp_path, deadline_s=2), ThreadServers(1, lambda _, received: received), MANY, "cpu")
+    with pytest.raises(WeightSyncError, match=message):
+        sender.publish(change(list(many(0).items())), 0)
+
+
+@given(st.integers(1, 1 << 18), st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=10, deadline=None)
+def test_sums_do_not_depend_on_how_the_numbers_are_cut(numel, dtype):
+    numbers = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    expected = (numbers.double().sum().item(), numbers.double().abs().sum().item())
+    assert sums(numbers.split(12345)) == pytest.approx(expected, rel=0, abs=1e-12 * expected[1])
 
 
 def test_every_server_gets_every_weight_of_every_version(tmp_path):
