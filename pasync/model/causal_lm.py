@@ -29,9 +29,6 @@ def load_model(config: ModelConfig, folder: Path, device: torch.device) -> PreTr
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     torch.nn.Module.to(model, device)
-    # now, because a checkpointed layer would take the tensors of attention's self-test for its own and miss them when it computes again
-    sizes = (model.config.num_attention_heads, model.config.num_key_value_heads, model.get_decoder().layers[0].self_attn.head_dim)
-    shared_prompt.choose(config.attention, device, model.dtype, *sizes)
     return model.train()  # train mode only switches checkpointing on: these families have no dropout
 
 
