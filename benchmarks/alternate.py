@@ -86,7 +86,7 @@ def work(run: Path, variants: list[Config], placement: Placement, rank: int) -> 
         trainer, trace = Trainer(config, folder, ranks), Trace(run, f"rank-{rank}", 0)
         prompts = PromptStream(config, load_tokenizer(folder))
         leader = Leader(config, run, placement, trainer, prompts, 0, trace) if ranks.is_first else None
-        lead(ranks, leader, Leader.start, stack)
+        lead(trainer, leader, Leader.start, stack)
         for t in range(config.iterations):
             variant = variants[t % 2]
             if leader:

@@ -6,7 +6,7 @@
 
 Everything is an upper bound in one respect: prompts and responses are as long as allowed, and micro-batches as full.
 
-Letters: E hidden size, I intermediate size, L layers, H query heads, G key/value heads, D head size, V vocabulary, W ranks, P prompt and
+Letters: E hidden size, I intermediate size, L layers, H query heads, G key/value heads, D head size, V vocabulary, W replicas, P prompt and
 R response tokens, K responses of a group, T rows of a micro-batch, N of them that predict a response token, s bytes of a number.
 """
 
@@ -76,20 +76,23 @@ def needs(config: Config, geometry: Geometry, machine: Machine) -> dict[str, Nee
 def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     """Of a training rank; of rank 0, which also sends the weights, where there are servers.
 
-    Lasting, of n numbers: weights s n, the gradient's sum 4 n (8 n if exact), 12 n / W of `ShardedAdamW`.
+    Lasting, of the n numbers of its stage and shard: weights s n, the gradient's sum 4 n (8 n if exact), 12 n / W of `ShardedAdamW`.
     """
-    numbers, ranks, exact = geometry.num_parameters, config.parallel.ranks, config.parallel.accumulate == "exact"
+    numbers, ranks, exact = rank_parameters(config, geometry), config.replicas, config.parallel.accumulate == "exact"
     weights = Part(numbers * ITEM_BYTES[config.model.dtype], f"weights, {config.model.dtype}")
     lasting = [
         weights,
         Part(numbers * (8 if exact else 4), f"sum of gradients, {'int64' if exact else 'float32'}"),
         Part(12 * numbers // ranks, "master weights and two moments, float32" + f", one of {ranks} slices" * (ranks > 1)),
     ]
-    if config.algorithm.kl_coef:
+    always = config.algorithm.tri_model == "always"
+    if always or (config.algorithm.kl_coef and not config.model.offload_reference):
         lasting.append(Part(weights.size_bytes, "reference model"))
+    if always:
+        lasting.append(Part(weights.size_bytes, "old policy"))
     if not config.replayed_run:
         lasting.append(transfer_buffer(config, geometry))
-    groups = (ranks > 1) + (not config.replayed_run)
+    groups = sum(n > 1 for n in (ranks, config.parallel.tensor, config.parallel.pipeline)) + (not config.replayed_run)
     lasting.append(Part(devices.overhead_bytes(kind, "rank", groups), "runtime"))
     passing = [
         Part(_start_bytes(numbers, ranks), "master weights at the start, before they are sliced"),
@@ -102,14 +105,19 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     return Need(lasting, passing)
 
 
+def rank_parameters(config: Config, geometry: Geometry) -> int:
+    """n: of the largest stage, one shard."""
+    return -(-geometry.stage_parameters(config.parallel.pipeline) // config.parallel.tensor)
+
+
 def micro_batch_tokens(config: Config) -> tuple[int, int]:
-    """(T, N) of the largest micro-batch there can be: as large as the key allows, no larger than this rank's part of the batch.
+    """(T, N) of the largest micro-batch there can be: as large as the key allows, no larger than this replica's part of the batch.
 
     A response that is longer than the key allows is not cut.
     """
     prompt, response, count = config.data.max_prompt_tokens, config.rollout.max_tokens, config.algorithm.group_responses
     group = prompt + count * response if config.model.shared_prompt else count * (prompt + response)
-    groups = 1 if config.parallel.accumulate == "exact" else math.ceil(config.algorithm.batch_groups / config.parallel.ranks)
+    groups = 1 if config.parallel.accumulate == "exact" else math.ceil(config.algorithm.batch_groups / config.replicas)
     rows = min(max(config.parallel.micro_batch_tokens, prompt + response), groups * group)
     return rows, min(rows, groups * count * response)
 
@@ -119,18 +127,21 @@ def micro_batch_bytes(config: Config, geometry: Geometry, kind: str) -> int:
 
     The worst moment is in the LM head or in a layer's backward. Kept all the while: what autograd keeps of every layer (with gradient
     checkpointing its input, s E), rotary angles 2 s D, and the head's gradient s V E (a tied one waits for that of the embedding).
+    The first of several stages keeps as many micro-batches as there are stages, each of its share of the layers; shards divide what
+    is cut.
       head:  the last norm (4 + s) E, its output s E for N rows, kept logits, three blocks of them, float32 gradient 4 N E
       layer: with gradient checkpointing all that it keeps; and the gradients of gate, up and the residual, s (2 I + E)
     """
     g, item, (rows, predicting) = geometry, ITEM_BYTES[config.model.dtype], micro_batch_tokens(config)
-    layer, again = g.layer_row_bytes(item), config.model.gradient_checkpointing
-    kept = rows * (g.layers * (item * g.hidden if again else layer) + 2 * item * g.head_size)
-    logits = predicting * g.vocabulary
+    stages, shards, again = config.parallel.pipeline, config.parallel.tensor, config.model.gradient_checkpointing
+    layer, layers = g.layer_row_bytes(item, shards), -(-g.layers // stages)
+    kept = rows * stages * (layers * (item * g.hidden if again else layer) + 2 * item * g.head_size)
+    logits = predicting * g.vocabulary // shards
     block = min(logits, max(LOGITS_BLOCK[kind], SMALLEST_LOGITS_BLOCK * predicting))
     in_head = rows * (4 + item) * g.hidden + predicting * (4 + item) * g.hidden + min(KEPT_LOGITS_BYTES, logits * item) + 3 * 4 * block
-    in_layer = rows * (again * layer + item * (2 * g.intermediate + g.hidden))
+    in_layer = rows * (again * layer + item * (2 * g.intermediate // shards + g.hidden))
     exact = 16 if config.parallel.accumulate == "exact" else 0  # a parameter's gradient in float64 and in int64
-    return kept + max(in_head, in_layer) + g.vocabulary * g.hidden * (item + exact)
+    return kept + max(in_head, in_layer) + g.vocabulary * g.hidden // shards * (item + exact)
 
 
 def server_need(config: Config, geometry: Geometry, machine: Machine) -> Need:
@@ -240,25 +251,27 @@ def _fits(pool: str, config: Config, geometry: Geometry, machine: Machine) -> bo
 def _candidates(pool: str, config: Config, geometry: Geometry) -> Iterator[dict[str, Any]]:
     """Changes that make a pool smaller, as {"section.key": value}; on cpu more processes would make it larger."""
     if pool == "rank":
-        yield from _training_changes(config, more_ranks=True)
+        yield from _training_changes(config, geometry.kv_heads, more_ranks=True)
     elif pool == "server":
         yield from _serving_changes(config, geometry.kv_heads)
     else:
         for serving in _serving_changes(config, 1):
-            yield from (training | serving for training in _training_changes(config, more_ranks=False))
+            yield from (training | serving for training in _training_changes(config, 1, more_ranks=False))
 
 
-def _training_changes(config: Config, more_ranks: bool) -> Iterator[dict[str, Any]]:
-    """None, gradient checkpointing, with it smaller micro-batches, with these more ranks."""
+def _training_changes(config: Config, kv_heads: int, more_ranks: bool) -> Iterator[dict[str, Any]]:
+    """None, gradient checkpointing, with it smaller micro-batches, with these more shards of the same ranks, with these more ranks."""
     yield {}
     again: dict[str, Any] = {} if config.model.gradient_checkpointing else {"model.gradient_checkpointing": True}
     largest, smallest = micro_batch_tokens(config)[0], config.data.max_prompt_tokens + config.rollout.max_tokens
     powers = [1 << n for n in reversed(range(32)) if smallest < 1 << n < largest]
     tokens: list[dict[str, Any]] = [{}, *({"parallel.micro_batch_tokens": n} for n in [*powers, smallest] if n < largest)]
-    batch, ranks = config.algorithm.batch_groups, config.parallel.ranks
-    more = [n for n in range(ranks + 1, batch + 1) if batch % n == 0] if more_ranks else []
-    for count in ({}, *({"parallel.ranks": n} for n in more)):
-        yield from (again | smaller | count for smaller in tokens)
+    batch, cut, shards = config.algorithm.batch_groups, config.parallel.pipeline * config.parallel.tensor, config.parallel.tensor
+    splits = [n for n in range(shards + 1, kv_heads + 1) if kv_heads % n == 0 and config.parallel.ranks % (cut // shards * n) == 0]
+    more = [cut * n for n in range(config.replicas + 1, batch + 1) if batch % n == 0]
+    changes = [{"parallel.tensor": n} for n in splits] + [{"parallel.ranks": n} for n in more] if more_ranks else []
+    for change in ({}, *changes):
+        yield from (again | smaller | change for smaller in tokens)
 
 
 def _serving_changes(config: Config, most_devices: int) -> Iterator[dict[str, Any]]:
@@ -302,7 +315,7 @@ def _update_bytes(config: Config, numbers: int, kind: str) -> int:
     With n / W numbers in a slice: the reduced gradient 4; in reducing, gloo's copy of the whole sum (4 W, exact 8 W) and exact's
     float64 (16); AdamW on npu two temporaries (8); the slice in the weights' type (s, none in float32) and all slices of it (s W).
     """
-    item, ranks, exact = ITEM_BYTES[config.model.dtype], config.parallel.ranks, config.parallel.accumulate == "exact"
+    item, ranks, exact = ITEM_BYTES[config.model.dtype], config.replicas, config.parallel.accumulate == "exact"
     alone = ranks == 1
     gradient = 0 if alone and not exact else 4
     reducing = (8 if exact else 4) * ranks * (kind == "cpu" and not alone) + 16 * exact

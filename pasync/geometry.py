@@ -40,25 +40,37 @@ class Geometry:
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the checkpoint, a tied head counted once.
+        """Numbers in the checkpoint, a tied head counted once: V E embedding, V E head, E last norm, and the layers."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden + self.layers * self.layer_parameters
 
-        V E embedding, V E head, E last norm; per layer 2 E norms, (H + 2 G) D E in q, k and v, H D E in o, 3 E I in gate, up and down,
-        and the biases and 2 D of head norms that the family has.
+    def stage_parameters(self, stages: int) -> int:
+        """Of the largest pipeline stage: its layers, and embedding or head."""
+        if stages == 1:
+            return self.num_parameters
+        return -(-self.layers // stages) * self.layer_parameters + self.vocabulary * self.hidden + self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Numbers in one decoder layer.
+
+        2 E norms, (H + 2 G) D E in q, k and v, H D E in o, 3 E I in gate, up and down, and the biases and 2 D of head norms that the
+        family has.
         """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         weights = self.hidden * (2 + queries + 2 * keys + queries + 3 * self.intermediate) + self.head_norms * 2 * self.head_size
         attention_biases = self.input_bias * (queries + 2 * keys) + self.output_bias * self.hidden
         mlp_biases = self.mlp_bias * (2 * self.intermediate + self.hidden)
-        outside = self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
-        return outside + self.layers * (weights + attention_biases + mlp_biases)
+        return weights + attention_biases + mlp_biases
 
     @property
     def largest_tensor(self) -> int:
         """Numbers in the largest weight."""
         return max(self.vocabulary * self.hidden, self.hidden * self.intermediate, self.hidden * self.heads * self.head_size)
 
-    def layer_row_bytes(self, item_bytes: int) -> int:
+    def layer_row_bytes(self, item_bytes: int, shards: int = 1) -> int:
         """What autograd keeps of one decoder layer for one row until the backward pass, as transformers writes these layers.
+
+        Tensor-parallel shards keep the norms whole and their part of the rest.
 
         norms      2 (4 + 2 s) E           its input in float32, normalised, scaled (which q, k, v, gate and up share)
         attention  2 s (H + G) D + 4 H     q, k, v, output, and the float32 log-sum-exp
@@ -66,8 +78,8 @@ class Geometry:
         MLP        4 s I                   gate, silu(gate), up, their product
         """
         heads = (self.heads + self.kv_heads) * self.head_size
-        norms = 2 * (4 + 2 * item_bytes) * self.hidden + self.head_norms * (4 + item_bytes) * heads
-        return norms + 2 * item_bytes * heads + 4 * self.heads + 4 * item_bytes * self.intermediate
+        cut = self.head_norms * (4 + item_bytes) * heads + 2 * item_bytes * heads + 4 * self.heads + 4 * item_bytes * self.intermediate
+        return 2 * (4 + 2 * item_bytes) * self.hidden + cut // shards
 
 
 def read_geometry(folder: Path) -> Geometry:

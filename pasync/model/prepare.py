@@ -63,9 +63,9 @@ def problems(config: Config) -> list[str]:
         settings = json.loads((folder(path) / "config.json").read_text())
     except (ConfigError, OSError, ValueError) as error:
         return [str(error)]
-    found = tensor_problems(settings, config.parallel.tensor)
-    layers = settings.get("num_hidden_layers", 0)
-    if config.parallel.pipeline > layers:
+    found = tensor_problems(settings, config.parallel.tensor) if config.parallel.tensor > 1 else []
+    layers = settings.get("num_hidden_layers")
+    if layers is not None and config.parallel.pipeline > layers:
         found.append(f"parallel.pipeline={config.parallel.pipeline}: the model has {layers} layers, at most so many stages")
     longest, needed = settings.get("max_position_embeddings"), config.max_model_tokens
     if longest is not None and needed > longest:

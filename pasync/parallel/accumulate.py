@@ -31,7 +31,7 @@ class FloatSum:
             total += part
 
     def reduce(self, divisor: float) -> Tensor:
-        """[n] float32: this rank's slice of the sum over all ranks, divided. A collective."""
+        """[n] float32: this rank's slice of the sum over all ranks, divided. A collective. The sum is used up: `clear` comes next."""
         return _scattered(self._total, self._axis).div_(divisor)
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ class ExactSum:
 def _scattered(total: Tensor, axis: Axis) -> Tensor:
     """[n]"""
     if axis.size == 1:
-        return total[0].clone()
+        return total[0]
     mine = torch.empty_like(total[0])
     dist.reduce_scatter_tensor(mine, total.view(-1), group=axis.group)
     return mine
