@@ -14,6 +14,7 @@ import logging
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class Checkpoints:
     def __init__(self, config: Config, run: Path, trainer: Trainer) -> None:
         self.config, self.folder, self.trainer = config.checkpoint, run / "checkpoints", trainer
         self.last = config.iterations
-        self._group = dist.new_group(backend="gloo")  # its own: the writing thread must not mix with the main thread's collectives
+        # its own group: the writing thread must not mix with the main thread's collectives
+        self._group = dist.new_group(timeout=timedelta(seconds=config.parallel.deadline_s), backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 

@@ -8,6 +8,8 @@ An axis of one costs nothing: it has a group of one process. Every process makes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,8 +56,11 @@ class Mesh:
     """The same grid for torch's own distributed tensors, in host memory; dimensions NAMES."""
 
 
-def make_mesh(*, pipeline: int = 1, tensor: int = 1) -> Mesh:
+def make_mesh(*, pipeline: int = 1, tensor: int = 1, deadline_s: float) -> Mesh:
     """Arrange all processes of the default group. A collective.
+
+    Args:
+        deadline_s: longest wait in a collective of an axis; groups do not inherit the default one's.
 
     Raises:
         ValueError: their number is not a multiple of pipeline x tensor.
@@ -64,25 +69,17 @@ def make_mesh(*, pipeline: int = 1, tensor: int = 1) -> Mesh:
     if world % (pipeline * tensor):
         raise ValueError(f"{world} processes cannot be {pipeline} stages x {tensor} shards, must be a multiple of {pipeline * tensor}")
     grid = torch.arange(world).view(pipeline, -1, tensor).transpose(1, 2)  # [pipeline, tensor, data]
-    hosts = DeviceMesh("cpu", grid, mesh_dim_names=NAMES)
-    p, t, d = (grid == dist.get_rank()).nonzero()[0].tolist()
-    lines = zip(NAMES, (p, t, d), (grid[:, t, d], grid[p, :, d], grid[p, t]), strict=True)
-    axes = {name: Axis(index, tuple(line.tolist()), hosts.get_group(name)) for name, index, line in lines}
-    stage = _axis(grid.flatten(1).tolist())
-    assert stage is not None
-    return Mesh(**axes, stage=stage, ends=_axis(_ends(grid)), hosts=hosts)
+    lines = {name: grid.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(NAMES)} | {"stage": grid.flatten(1)}
+    axes = {name: _axis(every.tolist(), deadline_s) for name, every in lines.items()}
+    ends = _axis(torch.stack([grid[0], grid[-1]], -1).flatten(0, 1).tolist(), deadline_s) if pipeline > 1 else None
+    return Mesh(**axes, ends=ends, hosts=DeviceMesh("cpu", grid, mesh_dim_names=NAMES))
 
 
-def _ends(grid: torch.Tensor) -> list[list[int]]:
-    """Pairs of ranks on the first and the last stage."""
-    return [] if len(grid) == 1 else torch.stack([grid[0], grid[-1]], -1).flatten(0, 1).tolist()
-
-
-def _axis(lines: list[list[int]]) -> Axis | None:
-    """The line that this process is on, if any; makes a group for every one. A collective."""
+def _axis(lines: list[list[int]], deadline_s: float) -> Any:
+    """The line that this process is on, None if it is on none; makes a group for every one. A collective."""
     mine, me = None, dist.get_rank()
     for line in lines:
-        group = dist.new_group(line)
+        group = dist.new_group(line, timedelta(seconds=deadline_s))
         if me in line:
             mine = Axis(line.index(me), tuple(line), group)
     return mine

@@ -139,6 +139,6 @@ def join_ranks(kind: str, *, deadline_s: float, pipeline: int = 1, tensor: int =
     device = devices.torch_device(kind, int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor))
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=deadline_s))
     finally:
         dist.destroy_process_group()

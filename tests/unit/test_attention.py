@@ -75,7 +75,7 @@ def test_edge_cases_equal_the_dense_softmax_in_float64(shapes, way, shared):
 
 
 @pytest.mark.parametrize("way", ["merged", "concat"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(shapes=SHAPES.filter(lambda s: any(sum(r) for _, r in s)), heads=HEADS)
 def test_any_layout_equals_the_dense_softmax_in_float64(way, shapes, heads):
     assert max(errors(way, shapes, heads)) < 1e-12

@@ -200,7 +200,7 @@ def run_all(ranks: Ranks) -> list[tuple[int, Case, int, Seen]]:
     """(number of stages, case, replica, what was seen) of all cases on several stages."""
     seen = []
     for stages in (4, 2):
-        mesh = make_mesh(pipeline=stages, tensor=1)
+        mesh = make_mesh(pipeline=stages, tensor=1, deadline_s=20)
         for case in CASES[stages]:
             seen.append((stages, case, mesh.data.index, run_case(case, mesh.pipeline, mesh.data.index)))
     return seen

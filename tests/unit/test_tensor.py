@@ -152,7 +152,7 @@ PROBLEMS = [(0, 1.0), (7, 1.0), (7, 1000.0)]
 
 def everything(ranks: Ranks) -> dict[Any, Any]:
     """All that needs processes, as these take longer to start than to do it. Two shards are made twice, side by side."""
-    axes = {n: make_mesh(pipeline=1, tensor=n).tensor for n in (2, 4)}
+    axes = {n: make_mesh(pipeline=1, tensor=n, deadline_s=20).tensor for n in (2, 4)}
     found: dict[Any, Any] = {case: on_many(case, axes[case.tensor]) for case in CASES + NARROW}
     found["collectives"] = collectives(axes[2])
     logprob.TILE["cpu"], logprob.SMALLEST_BLOCK, logprob.KEPT_BYTES = 1, 4, 300
