@@ -1,9 +1,12 @@
 """Groups made by hand, for tests."""
 
 import numpy as np
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from pasync.data.packing import MicroBatch, pack, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
+from pasync.model.stage import Stage
 
 
 def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, rewards: list[float] | None = None, group_id: int = 0,
@@ -21,3 +24,8 @@ def make_batch(groups: list[Group], *, shared_prompt: bool = True) -> MicroBatch
     """All groups in one row."""
     [row] = rows(groups, budget=1 << 30, normalize_std=True, shared_prompt=shared_prompt)
     return pack(row, shared_prompt=shared_prompt)
+
+
+def response_logprobs(model: PreTrainedModel, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """Of a whole model, as a pipeline of one stage computes them."""
+    return Stage(model, 0, 1).logprobs(batch, temperature=temperature)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from groups import make_batch, make_group
+from groups import make_batch, make_group, response_logprobs
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,7 +33,6 @@ from pasync.estimate import (
 )
 from pasync.geometry import Geometry, read_geometry
 from pasync.model import logprob, shared_prompt
-from pasync.model.causal_lm import response_logprobs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QWEN_7B = Geometry(3584, 18944, 28, 28, 4, 128, 152064, False, True, False, False, False)

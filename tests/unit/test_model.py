@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from groups import make_batch, make_group
+from groups import make_batch, make_group, response_logprobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -28,7 +28,7 @@ from transformers import (
 from pasync.config import ModelConfig
 from pasync.errors import ConfigError
 from pasync.model import shared_prompt
-from pasync.model.causal_lm import load_model, response_logprobs
+from pasync.model.causal_lm import load_model
 from pasync.model.tiny import random_model
 
 FAMILIES = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from groups import make_batch, make_group
+from groups import make_batch, make_group, response_logprobs
 from torch import Tensor
 from transformers import PreTrainedModel
 from workers import run_ranks
@@ -25,7 +25,6 @@ from pasync.data.packing import MicroBatch
 from pasync.errors import ConfigError, RolloutError
 from pasync.messages import Group
 from pasync.model import shared_prompt
-from pasync.model.causal_lm import response_logprobs
 from pasync.model.stage import Stage, split_layers
 from pasync.model.tiny import new_model
 from pasync.parallel.mesh import Axis, make_mesh

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from groups import make_batch, make_group
+from groups import make_batch, make_group, response_logprobs
 from test_logprob import problem, textbook
 from test_model import FAMILIES, HEADS, SIZES, packing
 from torch import Tensor
@@ -17,7 +17,6 @@ from workers import run_ranks
 from pasync.data.packing import MicroBatch
 from pasync.errors import ConfigError
 from pasync.model import logprob
-from pasync.model.causal_lm import response_logprobs
 from pasync.model.logprob import token_logprobs
 from pasync.model.prepare import tensor_problems
 from pasync.parallel.mesh import Axis, make_mesh
