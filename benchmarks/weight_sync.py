@@ -57,7 +57,7 @@ def qwen2_shapes(hidden: int, intermediate: int, key_value: int, layers: int) ->
 def model_shapes(model: str, layers: int | None) -> Bucket:
     """Names and shapes of a model's weights; of its first `layers` without embedding if given or if all would take minutes."""
     if model == "qwen2.5-7b":
-        return qwen2_shapes(3584, 18944, 512, layers or 4)
+        return qwen2_shapes(3584, 18944, 512, layers or 2)
     of_layers = [(name, shape) for name, shape in qwen2_shapes(576, 1536, 192, layers or 30) if not name.endswith("bias")]
     return of_layers if layers else [("model.embed_tokens.weight", [49152, 576]), *of_layers, ("model.norm.weight", [576])]
 
@@ -228,7 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), help="only this one")
     parser.add_argument("--layers", type=int, help="only so many layers, without embedding")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     cores = devices.device_ids("cpu")
     keep_memory()
