@@ -186,7 +186,7 @@ class SyncConfig(Section):
     bucket_bytes: int = Field(16 << 20, ge=1 << 10)
     """Weights are sent in flat buckets of about this size."""
     deadline_s: float = Field(120.0, gt=0)
-    """Longest wait for one weight transfer, on both sides."""
+    """Longest wait for one bucket of a weight transfer, on both sides, and for the servers' acknowledgements."""
     probe_every: int = Field(1, ge=1)
     """Check the servers' weights (sum of what they hold, log-probs of a fixed sequence) after every n-th sync."""
     probe_tolerance: float | None = Field(None, gt=0)
