@@ -94,10 +94,7 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
         lasting.append(transfer_buffer(config, geometry))
     groups = sum(n > 1 for n in (ranks, config.parallel.tensor, config.parallel.pipeline)) + (not config.replayed_run)
     lasting.append(Part(devices.overhead_bytes(kind, "rank", groups), "runtime"))
-    passing = [
-        Part(_start_bytes(numbers, ranks), "master weights at the start, before they are sliced"),
-        Part(_update_bytes(config, numbers, kind), "optimizer step"),
-    ]
+    passing = [Part(_update_bytes(config, numbers, kind), "optimizer step")]
     if config.trains:
         rows = micro_batch_tokens(config)[0]
         how = "layers computed again" if config.model.gradient_checkpointing else "all layers kept"
@@ -302,11 +299,6 @@ def _together(config: Config, each: dict[str, int]) -> int:
     """Of all processes, from that of one of each."""
     counts = {"rank": config.parallel.ranks, "server": config.rollout.servers * config.rollout.tensor_parallel}
     return sum(counts[name] * size_bytes for name, size_bytes in each.items())
-
-
-def _start_bytes(numbers: int, ranks: int) -> int:
-    """Beyond what lasts: 4 n of master weights before they are cut, while the moments, 8 n / W, are not there yet."""
-    return max(0, 4 * numbers - 8 * numbers // ranks)
 
 
 def _update_bytes(config: Config, numbers: int, kind: str) -> int:

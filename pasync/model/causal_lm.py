@@ -11,8 +11,8 @@ from pasync.config import ModelConfig
 from pasync.model import shared_prompt
 
 
-def load_model(config: ModelConfig, folder: Path, device: torch.device) -> PreTrainedModel:
-    """Read a checkpoint in the training ranks' compute type, with attention over packed groups.
+def load_model(config: ModelConfig, folder: Path) -> PreTrainedModel:
+    """Read a checkpoint into host memory, in the training ranks' compute type, with attention over packed groups.
 
     Args:
         folder: of a Qwen2, Qwen3 or Llama-like model in Hugging Face format.
@@ -25,7 +25,6 @@ def load_model(config: ModelConfig, folder: Path, device: torch.device) -> PreTr
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.dtype), attn_implementation=implementation)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    torch.nn.Module.to(model, device)
     return model.train()  # train mode only switches checkpointing on: these families have no dropout
 
 

@@ -43,14 +43,15 @@ class Slot:
         rows = self.rows(rank)
         return piece[self.start : self.start + rows * self.width].view(rows, *self.shape[1:])
 
+    def rows_of(self, parameter: Tensor, rank: int) -> Tensor:
+        """[rows, ...] of the parameter that a rank owns, a view."""
+        start = rank * self.chunk
+        return parameter[start : start + self.rows(rank)]
+
     def pieces(self, slices: Tensor, parameter: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(place in the slices [W, n], rows of the parameter) of each rank that owns some."""
-        at = 0
+        """(place in the slices [W, n], rows of the parameter) of every rank."""
         for rank in range(len(slices)):
-            rows = self.rows(rank)
-            if rows:
-                yield self.own(slices[rank], rank), parameter[at : at + rows]
-            at += rows
+            yield self.own(slices[rank], rank), self.rows_of(parameter, rank)
 
 
 def plan(shapes: list[tuple[str, tuple[int, ...]]], ranks: int) -> list[Slot]:

@@ -63,11 +63,11 @@ class TriModel:
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
         self.ranks, self.mesh, self.shared_prompt = ranks, ranks.mesh, config.model.shared_prompt
-        model = load_model(config.model, folder, ranks.device)
+        model = load_model(config.model, folder)
         self.model_config: PretrainedConfig = model.config
         self.generation_config: GenerationConfig | None = model.generation_config
         shards = cut(model, self.mesh.tensor)
-        self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size)
+        self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size).to(ranks.device)  # no device ever holds it whole
         tied = self.policy.tied_weight
         embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
         self.parameters: dict[str, nn.Parameter] = {

@@ -58,12 +58,10 @@ class ShardedAdamW:
         self.clip_norm, self.axis = config.clip_norm, ranks.mesh.data
         self.slots = plan([(name, tuple(p.shape)) for name, p in self.parameters.items()], self.axis.size)
         self.gradient = (ExactSum if exact else FloatSum)(self.slots[-1].stop, self.axis, ranks.device)
-        slices = torch.zeros(self.axis.size, self.slots[-1].stop, device=ranks.device)  # [W, n]
+        self.master = nn.Parameter(torch.zeros(self.slots[-1].stop, device=ranks.device))  # [n]
         for slot, p in zip(self.slots, self.parameters.values(), strict=True):
-            for place, rows in slot.pieces(slices, p.detach()):
-                place.copy_(rows)
+            slot.own(self.master.data, self.axis.index).copy_(slot.rows_of(p.detach(), self.axis.index))
             p.register_post_accumulate_grad_hook(self._adder(slot))
-        self.master = nn.Parameter(slices[self.axis.index].clone())  # [n]
         self.adamw = torch.optim.AdamW(
             [self.master], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
             **devices.adamw_flags(ranks.device),

@@ -185,7 +185,7 @@ def test_a_changed_prompt_changes_all_of_its_responses_and_no_other_group():
 def test_the_first_pass_of_a_checkpointed_model_may_be_one_with_a_gradient(tmp_path):
     random_model(tmp_path, "llama", tied=True)
     shared_prompt.choose.cache_clear()
-    model = load_model(ModelConfig(path=str(tmp_path), dtype="float32", gradient_checkpointing=True), tmp_path, torch.device("cpu"))
+    model = load_model(ModelConfig(path=str(tmp_path), dtype="float32", gradient_checkpointing=True), tmp_path)
     response_logprobs(model, make_batch([make_group(np.random.default_rng(0), 5, [3, 4])]), temperature=1.0)[0].sum().backward()
     assert shared_prompt.choose.cache_info().currsize == 1, "the layers ask for the same choice"
 
