@@ -1,7 +1,7 @@
 """Resumable checkpoints and the exported model.
 
     <run>/checkpoints/iteration-00010/    torch.distributed.checkpoint: master weights and AdamW moments, float32, under the names of
-                                          the Hugging Face checkpoint, and the next iteration
+                                          the Hugging Face checkpoint, and the next iteration; history: `Leader.history`
     <run>/model/                          Hugging Face format, for transformers and vLLM
 
 A folder appears under its name only when complete. Every parameter is described as a whole that processes hold pieces of, so a run
@@ -49,16 +49,21 @@ class Checkpoints:
         self._group = dist.new_group(timeout=timedelta(seconds=config.parallel.deadline_s), backend="gloo")
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
+        self.history = b""
+        """Of the checkpoint that the run continues, on rank 0."""
 
     def due(self, iteration: int) -> bool:
         """Whether to save after this iteration: every n-th and the last, so that a finished run can be continued too."""
         done = iteration + 1
         return bool(self.config.every) and (done % self.config.every == 0 or done == self.last)
 
-    def save(self, iteration: int) -> None:
+    def save(self, iteration: int, history: bytes = b"") -> None:
         """Copy what is needed to continue with `iteration` next, and return while a thread writes it.
 
         Waits for the checkpoint before. Once written, the folder gets its name and the oldest beyond `keep` are deleted.
+
+        Args:
+            history: on rank 0, for the next run's `self.history`.
 
         Raises:
             TrainingError: on all ranks, if the one before could not be written.
@@ -67,7 +72,7 @@ class Checkpoints:
         unfinished = self.folder / f"iteration-{iteration:05d}.partial"
         self.trainer.ranks.on_first(lambda: _empty_folder(unfinished))
         state = self._described(self._copies()) | {"iteration": torch.tensor(iteration)}
-        self._writing = self._thread.submit(self._write, state, unfinished)
+        self._writing = self._thread.submit(self._write, state, history, unfinished)
 
     def finish(self) -> None:
         """Wait until what is being written is complete."""
@@ -100,6 +105,7 @@ class Checkpoints:
             slices.copy_(copies[key])
         self.trainer.optimizer.write_parameters()
         self.trainer.models.refresh_old()
+        self.history = (Path(chosen) / "history").read_bytes()
         return int(state["iteration"])
 
     def _copies(self) -> dict[str, Tensor]:
@@ -132,11 +138,12 @@ class Checkpoints:
             if size != tensor.shape:
                 raise TrainingError(f"{chosen} is of another model: it holds {name} as {size}, the model has {tuple(tensor.shape)}")
 
-    def _write(self, state: dict[str, Any], unfinished: Path) -> None:
+    def _write(self, state: dict[str, Any], history: bytes, unfinished: Path) -> None:
         """Runs in the writing thread of every rank; returns when all have written."""
         dcp.save(state, checkpoint_id=unfinished, process_group=self._group)
         if not self.trainer.ranks.is_first:
             return
+        (unfinished / "history").write_bytes(history)
         folder = unfinished.with_suffix("")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)

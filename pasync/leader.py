@@ -63,6 +63,16 @@ class Leader:
         if isinstance(self.source, RolloutProducer):
             self.sender = WeightSender(self.config, self.source, self.trainer.models.shapes, self.kind)
 
+    @property
+    def history(self) -> bytes:
+        """What a continued run should know besides the weights: the lengths of earlier responses."""
+        return self.source.lengths.state() if isinstance(self.source, RolloutProducer) else b""
+
+    def recall(self, history: bytes) -> None:
+        """Know what `history` of an earlier run tells; empty tells nothing."""
+        if history and isinstance(self.source, RolloutProducer):
+            self.source.lengths.restore(history)
+
     def begin(self, t: int) -> None:
         """Give the servers version t, evaluate it if due, submit the batch; returns while it is being generated.
 

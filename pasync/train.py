@@ -45,6 +45,8 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     first = checkpoints.resume()
     trace = Trace(run, f"rank-{ranks.rank}", first)
     leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None
+    if leader:
+        leader.recall(checkpoints.history)
     with ExitStack() as stack:
         lead(trainer, leader, Leader.start, stack)
         for t in range(first, config.iterations):
@@ -52,7 +54,7 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
             if checkpoints.due(t):
                 with trace.span("checkpoint", t):
                     log.info("iteration %d: checkpoint", t)
-                    checkpoints.save(t + 1)
+                    checkpoints.save(t + 1, leader.history if leader else b"")
         lead(trainer, leader, Leader.end, tokenizer)
         checkpoints.finish()
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pasync.data.prompts import Prompt
 from pasync.messages import Group
 
@@ -85,3 +87,14 @@ class Lengths:
         self._seen[prompt.ids] = longest
         self._prompt_tokens += len(prompt.ids)
         self._longest_tokens += longest
+
+    def state(self) -> bytes:
+        """All that was learned, for a checkpoint; may be asked for on another thread."""
+        return msgspec.msgpack.encode((list(self._seen.items()), self._prompt_tokens, self._longest_tokens))
+
+    def restore(self, state: bytes) -> None:
+        """Know what `state` knew."""
+        seen, self._prompt_tokens, self._longest_tokens = msgspec.msgpack.decode(
+            state, type=tuple[list[tuple[tuple[int, ...], float]], int, int]
+        )
+        self._seen = dict(seen)

@@ -89,7 +89,7 @@ class RolloutProducer:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: queue.SimpleQueue[tuple[Group, float]] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[str, ToTrainer]] = queue.SimpleQueue()
-        self._lengths = Lengths()
+        self.lengths = Lengths()
         self._prompts: list[Prompt] = []  # of the batch submitted last, by group id
         self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
@@ -143,7 +143,7 @@ class RolloutProducer:
             raise RolloutError(f"group {group.group_id} was sampled by version {group.version} in iteration {version}: off-policy")
         self.in_flight -= 1
         self.taken.append(item)
-        self._lengths.learn(self._prompts[group.group_id], group)
+        self.lengths.learn(self._prompts[group.group_id], group)
         return group
 
     def require_idle(self) -> None:
@@ -182,7 +182,7 @@ class RolloutProducer:
         if prompt.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_tokens))
         message = Generate(self._version, group_id, int_bytes(prompt.ids), prompt.text, prompt.sample, sampling)
-        return Task(message, self._lengths.expect(prompt, sampling.max_tokens))
+        return Task(message, self.lengths.expect(prompt, sampling.max_tokens))
 
     def _await_servers(self) -> None:
         end = time.monotonic() + self.config.rollout.start_s

@@ -56,3 +56,11 @@ def test_expected_length_is_the_last_one_and_else_scales_with_the_prompt():
     lengths.learn(short, make_group(rng, 2, [3, 4, 5]))
     assert lengths.expect(short, 100) == 5
     assert lengths.expect(long, 10) == 10 and lengths.expect(Prompt(2, (1,) * 50, "", {}, 7), 100) == 7  # never beyond the limit
+
+
+def test_what_was_learned_survives_a_checkpoint():
+    before, after, rng = Lengths(), Lengths(), np.random.default_rng(0)
+    seen, unseen = Prompt(0, (1, 2), "", {}), Prompt(1, (1, 2, 3, 4), "", {})
+    before.learn(seen, make_group(rng, 2, [3, 12, 5]))
+    after.restore(before.state())
+    assert [after.expect(p, 100) for p in (seen, unseen)] == [before.expect(p, 100) for p in (seen, unseen)] == [12, 24]

@@ -41,10 +41,11 @@ def train(ranks: Ranks, folder: Path, model: Path, upto: int, keep: int = 2) -> 
     trainer = Trainer(config, model, ranks)
     checkpoints = Checkpoints(config, folder, trainer)
     first = checkpoints.resume()
+    assert checkpoints.history == (f"known at {first}".encode() if first else b"")
     for t in range(first, upto):
         trainer.forward_backward([GROUPS[mesh.data.index :: mesh.data.size]] if mesh.pipeline.is_first else None)
         trainer.optimizer_step(t)
-        checkpoints.save(t + 1)
+        checkpoints.save(t + 1, f"known at {t + 1}".encode())
     checkpoints.finish()
     found: dict[str, torch.Tensor] = {}
     ranks.on_first(lambda: found.update((name, w.flatten().clone()) for name, w in trainer.models.weights()), trainer.calls)
