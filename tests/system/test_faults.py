@@ -92,13 +92,22 @@ def test_a_killed_engine_inside_a_server_ends_the_run_by_name(tmp_path):
     assert code == 1 and "server-0" in last
 
 
-def test_one_killed_rank_of_two_is_named(tmp_path):
+@pytest.mark.parametrize("cut", [(), ("parallel.pipeline=2",), ("parallel.tensor=2",)], ids=["replicas", "stages", "shards"])
+def test_one_killed_rank_of_two_is_named(tmp_path, cut):
     run = tmp_path / "run"
-    process = at_phase(run, "training", "parallel.ranks=2")
+    process = at_phase(run, "training", "parallel.ranks=2", *cut)
     ranks = {p.environ()["RANK"]: p for p in processes_of(run) if "RANK" in p.environ()}
     ranks["1"].kill()
     code, last = ended(process, run)
     assert code == 1 and "ProcessDied: rank-1" in last and "SIGKILL" in last
+
+
+def test_a_server_that_is_killed_while_stages_train_is_named(tmp_path):
+    run = tmp_path / "run"
+    process = at_phase(run, "training", "parallel.ranks=2", "parallel.pipeline=2")
+    kill(run, "pasync.serve")
+    code, last = ended(process, run)
+    assert code == 1 and "ProcessDied" in last and "server-0" in last and "SIGKILL" in last
 
 
 def test_ports_are_free_again_after_the_end(tmp_path):

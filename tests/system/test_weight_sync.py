@@ -65,14 +65,14 @@ def connected(run: Path, config: Config) -> Iterator[tuple[Trainer, RolloutProdu
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with server(run, address), join_ranks("cpu", deadline_s=60) as ranks, RolloutProducer(config, address) as producer:
         trainer = Trainer(config, Path(config.model.path), ranks)
-        shapes = [(name, list(w.shape)) for name, w in trainer.policy_weights()]
-        yield trainer, producer, WeightSender(config, producer, shapes, "cpu")
+
+        yield trainer, producer, WeightSender(config, producer, trainer.models.shapes, "cpu")
 
 
 def perturb(trainer: Trainer, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in trainer.model.parameters():
+        for p in trainer.models.policy.parameters():
             p += torch.randn(p.shape, generator=generator).to(p.dtype) * 0.1 * p.float().std().nan_to_num(0.1)
 
 
@@ -110,7 +110,7 @@ def test_synced_weights_sample_like_the_trainer_and_unsynced_ones_are_noticed(tm
         for version in range(3):
             if version:
                 perturb(trainer, version)
-            sender.publish(trainer.policy_weights(), version)
+            sender.publish(trainer.models.weights(), version)
             assert sender.probe(ids, trainer.sequence_logprobs(ids), version) < tolerance
             assert sampled_gap(trainer, producer, version) < tolerance
         perturb(trainer, 9)  # changed here and not sent

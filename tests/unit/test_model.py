@@ -233,6 +233,13 @@ def test_models_that_would_be_computed_wrongly_are_refused():
         shared_prompt.check_supported(LlamaConfig(attention_dropout=0.1))
 
 
+def test_only_parameters_are_cast_and_never_rotary_angles(tmp_path):
+    random_model(tmp_path, "qwen3", tied=False)
+    model = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"), tmp_path)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.get_decoder().rotary_emb.inv_freq.dtype == torch.float32
+
+
 def test_a_response_without_log_probs_to_train_on_is_no_row():
     batch = make_batch([make_group(np.random.default_rng(0), 4, [0, 0]), make_group(np.random.default_rng(0), 4, [2, 0])])
     assert batch.num_tokens == 6 and replace(batch).layout.owner.tolist() == [2, 2]
