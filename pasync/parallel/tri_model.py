@@ -86,14 +86,10 @@ class TriModel:
         self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
         self.offload = config.model.offload_reference
         stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
-        self._pipeline = Pipeline(
-            stages, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s
-        )
+        self._pipeline = Pipeline(stages, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s)
         self._chunks = self._plan_chunks()
 
-    def run(
-        self, bodies: Iterator[bytes] | None, loss: Callable[[MicroBatch, LogProbs], Tensor], *, temperature: float
-    ) -> None:
+    def run(self, bodies: Iterator[bytes] | None, loss: Callable[[MicroBatch, LogProbs], Tensor], *, temperature: float) -> None:
         """One pass over micro-batches; under `torch.no_grad()` only forward. A collective of each pipeline.
 
         Args:

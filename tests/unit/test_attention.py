@@ -74,6 +74,7 @@ def test_edge_cases_equal_the_dense_softmax_in_float64(shapes, way, shared):
     assert max(errors(way, shapes, (4, 2), shared)) < 1e-12
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["merged", "concat"])
 @settings(max_examples=15, deadline=None)
 @given(shapes=SHAPES.filter(lambda s: any(sum(r) for _, r in s)), heads=HEADS)

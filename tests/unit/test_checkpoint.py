@@ -19,6 +19,7 @@ from pasync.model.tiny import random_model
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.trainer import Trainer
 
+pytestmark = pytest.mark.timeout(180)
 RNG = np.random.default_rng(3)
 GROUPS = [make_group(RNG, 2 + i, [3, 5, 2], rewards=[1, 0, 0.5], group_id=i) for i in range(4)]
 
