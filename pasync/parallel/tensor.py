@@ -149,7 +149,7 @@ class VocabularyHead(nn.Module):
         self.weight, self.peers = head.weight, peers
 
     def forward(self, hidden: Tensor) -> Tensor:
-        raise NotImplementedError("a head that is cut over processes has no logits of all tokens, use response_logprobs")
+        raise NotImplementedError("a head that is cut over processes has no logits of all tokens, use Stage.logprobs")
 
 
 def _cut_blocks(model: PreTrainedModel, axis: Axis) -> list[str]:

@@ -264,7 +264,7 @@ def test_a_weight_between_cut_layers_that_the_plan_forgets_is_refused():
 def test_a_cut_head_does_not_pretend_to_have_logits():
     model = build(CASES[0])
     cut(model, axis_of(2))
-    with pytest.raises(NotImplementedError, match="response_logprobs"):
+    with pytest.raises(NotImplementedError, match="Stage.logprobs"):
         model.lm_head(torch.zeros(1, 64))
 
 
