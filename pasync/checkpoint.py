@@ -75,14 +75,16 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, state, history, unfinished)
 
     def finish(self) -> None:
-        """Wait until what is being written is complete."""
+        """Wait until what is being written is complete.
+
+        Raises:
+            TrainingError: on all ranks, if it could not be written; the one before is still there.
+        """
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        try:
-            writing.result()
-        except Exception as error:
-            raise TrainingError(f"a checkpoint could not be written: {error}") from error
+        self.trainer.ranks.on_first(lambda: _require_written(writing))  # only rank 0 gives the folder its name
+        _require_written(writing)
 
     def resume(self) -> int:
         """Load the newest checkpoint of the run folder, if there is one.
@@ -91,7 +93,7 @@ class Checkpoints:
             The iteration to do next; 0 without a checkpoint.
 
         Raises:
-            TrainingError: on all ranks, if the checkpoint is of another model.
+            TrainingError: on all ranks, if the checkpoint is of another model, or cannot be read.
         """
         ranks = self.trainer.ranks
         chosen = ranks.from_first(lambda: b"".join(str(p).encode() for p in self._complete()[-1:])).decode()
@@ -100,7 +102,10 @@ class Checkpoints:
         copies = self._copies()
         state = self._described(copies) | {"iteration": torch.tensor(0)}
         self._require_same_model(chosen, state)
-        dcp.load(state, checkpoint_id=chosen, process_group=self._group)
+        try:
+            dcp.load(state, checkpoint_id=chosen, process_group=self._group)
+        except dcp.api.CheckpointException as error:
+            raise TrainingError(f"{chosen} could not be read: {_cause(error)}") from error
         for key, slices in self.trainer.optimizer.state().items():
             slices.copy_(copies[key])
         self.trainer.optimizer.write_parameters()
@@ -169,6 +174,19 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
+
+
+def _require_written(writing: Future[None]) -> None:
+    if error := writing.exception():
+        raise TrainingError(f"a checkpoint could not be written: {_cause(error)}") from error
+
+
+def _cause(error: BaseException) -> str:
+    """Of torch's own error, which is no Exception and holds those of all ranks, the first one's."""
+    if isinstance(error, dcp.api.CheckpointException) and error.failures:
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank-{rank}: {first}"
+    return str(error)
 
 
 def _empty_folder(path: Path) -> None:

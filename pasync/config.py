@@ -177,7 +177,7 @@ class ParallelConfig(Section):
     computed once per piece."""
     accumulate: Literal["float32", "exact"] = "float32"
     """How gradients are added up. `exact`: as integers, one group at a time and deterministically, so that neither order nor number
-    of ranks changes a single bit; slower, and twice the memory of the gradient."""
+    of replicas changes a single bit; slower, and twice the memory of the gradient."""
     deadline_s: float = Field(1800.0, gt=0)
     """Longest wait of a rank for another one; must exceed every other deadline."""
 

@@ -124,7 +124,7 @@ def self_test(backend: Backend, device: torch.device, dtype: torch.dtype, heads:
             with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is):
                 out = attend(a, b, c, layout, head_size**-0.5)
             results.append([out.detach(), *torch.autograd.grad(out, inputs, d_out)])
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except (RuntimeError, AttributeError) as error:  # the kernel refuses these sizes, or this torch does not have it
         return str(error).splitlines()[0]
     for name, right, ours in zip(("output", "d_q", "d_k", "d_v"), *results, strict=True):
         off = ((ours - right).norm() / right.norm()).item()

@@ -14,7 +14,7 @@ from workers import free_port, run_ranks
 
 from pasync import checkpoint
 from pasync.checkpoint import Checkpoints
-from pasync.errors import TrainingError
+from pasync.errors import PasyncError, TrainingError
 from pasync.model.tiny import random_model
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.trainer import Trainer
@@ -101,6 +101,35 @@ def test_a_checkpoint_that_cannot_be_written_is_a_named_error_and_keeps_the_one_
         train(alone, tmp_path, model, 2)
     monkeypatch.undo()
     assert train(alone, tmp_path, model, 2)[0] == 1
+
+
+def failing(ranks: Ranks, folder: Path, model: Path, where: str) -> str:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    if ranks.is_first and where == "naming":  # what only rank 0 does, after all have written
+        Path.write_bytes = full  # type: ignore[method-assign, assignment]
+    if not ranks.is_first and where == "writing":
+        checkpoint.dcp.filesystem.FileSystemWriter.write_data = full  # type: ignore[method-assign, assignment]
+    try:
+        train(ranks, folder, model, 1)
+    except PasyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(("where", "cause"), [("naming", ""), ("writing", "rank-1: ")])
+def test_what_one_rank_cannot_write_is_named_on_all(tmp_path, model, where, cause):
+    named = f"TrainingError: a checkpoint could not be written: {cause}no space left on device"
+    assert set(run_ranks(failing, 2, tmp_path, model, where)) == {named}
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, model, alone):
+    train(alone, tmp_path, model, 1)
+    [data] = (tmp_path / "checkpoints" / "iteration-00001").glob("*.distcp")
+    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
+    with pytest.raises(TrainingError, match="iteration-00001 could not be read: rank-0"):
+        train(alone, tmp_path, model, 2)
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, model, alone):

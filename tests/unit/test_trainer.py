@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,6 +62,17 @@ def test_repeated_prompts_copied_keys_and_cut_groups_have_the_same_gradient(tmp_
     ours = flat_gradient(trainer, divisor(GROUPS, "sequence"))
     oracle = textbook_gradient(model, GROUPS, "sequence", 0.1)
     assert (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
+
+
+def test_an_offloaded_reference_is_on_the_device_only_during_a_batch(tmp_path, model, ranks, monkeypatch):
+    trainer = Trainer(small_config(tmp_path, model, "model.offload_reference=true", kl_coef=0.1), model, ranks)
+    moves: list[str] = []
+    monkeypatch.setattr(trainer.models.reference, "to", lambda device: moves.append(str(device)))
+    monkeypatch.setattr(trainer.models, "ranks", SimpleNamespace(device="meta"))  # a name to tell apart; nothing is moved there
+    trainer.forward_backward([GROUPS[:2]])
+    assert moves == ["meta"]
+    trainer.optimizer_step(0)
+    assert moves == ["meta", "cpu"]
 
 
 def textbook_steps(model: Path, old: list[torch.Tensor] | None, updates: int, lr: float) -> torch.Tensor:
