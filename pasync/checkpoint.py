@@ -28,8 +28,8 @@ from transformers import PreTrainedTokenizerBase
 
 from pasync.config import Config
 from pasync.errors import TrainingError
+from pasync.parallel.optimizer import KEYS
 from pasync.parallel.slices import Slot
-from pasync.parallel.zero import KEYS
 from pasync.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -106,29 +106,28 @@ class Checkpoints:
             dcp.load(state, checkpoint_id=chosen, process_group=self._group)
         except dcp.api.CheckpointException as error:
             raise TrainingError(f"{chosen} could not be read: {_cause(error)}") from error
-        for key, slices in self.trainer.optimizer.state().items():
-            slices.copy_(copies[key])
-        self.trainer.optimizer.write_parameters()
+        self.trainer.optimizer.load(copies)
         self.trainer.models.refresh_old()
         self.history = (Path(chosen) / "history").read_bytes()
         return int(state["iteration"])
 
     def _copies(self) -> dict[str, Tensor]:
-        """The optimizer's slices, on the host."""
-        return {key: slices.to("cpu", copy=True) for key, slices in self.trainer.optimizer.state().items()}
+        """The optimizer's state, on the host."""
+        return {key: rows.to("cpu", copy=True) for key, rows in self.trainer.optimizer.state().items()}
 
-    def _described(self, slices: dict[str, Tensor]) -> dict[str, Any]:
-        """Every parameter's rows in the slices, as views, under its name."""
+    def _described(self, state: dict[str, Tensor]) -> dict[str, Any]:
+        """The same with every parameter's rows as what they are of the whole."""
         slots = self.trainer.optimizer.slots
-        return {f"{key}.{slot.name}": self._part(slot, slices[key]) for key in KEYS for slot in slots} | {"step": slices["step"]}
+        parts = {f"{key}.{slot.name}": self._part(slot, state[f"{key}.{slot.name}"]) for key in KEYS for slot in slots}
+        return parts | {"step": state["step"]}
 
-    def _part(self, slot: Slot, piece: Tensor) -> DTensor:
+    def _part(self, slot: Slot, rows: Tensor) -> DTensor:
         """This rank's rows of a parameter as part of the whole."""
         mesh, dim, shape = self.trainer.ranks.mesh, self.trainer.models.dims[slot.name], list(slot.shape)
         if dim is not None:
             shape[dim] *= mesh.tensor.size
         return DTensor.from_local(
-            slot.own(piece, mesh.data.index),
+            rows,
             mesh.hosts["tensor", "data"],
             [Replicate() if dim is None else Shard(dim), Shard(0)],
             run_check=False,

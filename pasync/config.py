@@ -172,6 +172,9 @@ class ParallelConfig(Section):
     """Stages that the model's layers are dealt out to. Micro-batches stream through them, one forward and one backward in turns."""
     tensor: int = Field(1, ge=1)
     """Shards that every layer is cut into; must divide heads, key/value heads, intermediate size and vocabulary."""
+    data: Literal["zero1", "fsdp"] = "zero1"
+    """How replicas share memory. `zero1`: each holds the whole weights and gradients and a slice of the optimizer; no messages inside
+    a batch. `fsdp`: a slice of everything; less memory, but each micro-batch moves all weights twice and all gradients once."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Ready groups are packed up to so many tokens into one forward. A larger group is cut between responses, and its prompt
     computed once per piece."""

@@ -23,6 +23,10 @@ def conflicts(config: Config) -> list[str]:
         found.append(f"parallel.ranks={c.parallel.ranks}: must be a multiple of parallel.pipeline x parallel.tensor={cut}")
     elif groups % c.replicas:
         found.append(f"algorithm.batch_groups={groups}: must be a multiple of the data-parallel replicas={c.replicas}")
+    if c.parallel.data == "fsdp" and c.parallel.accumulate == "exact":
+        found.append("parallel.data=fsdp: adds up gradients in float32, parallel.accumulate=exact needs parallel.data=zero1")
+    if c.parallel.data == "fsdp" and c.model.offload_reference:
+        found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
     if c.eval.every and c.data.eval is None:

@@ -76,20 +76,11 @@ def needs(config: Config, geometry: Geometry, machine: Machine) -> dict[str, Nee
 def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     """Of a training rank; of rank 0, which also sends the weights, where there are servers.
 
-    Lasting, of the n numbers of its stage and shard: weights s n, the gradient's sum 4 n (8 n if exact), 12 n / W of `ShardedAdamW`.
+    Lasting, of the n numbers of its stage and shard: weights s n, the gradient's sum 4 n (8 n if exact), 12 n / W of `ZeroAdamW`; or
+    16 n / W of `FullyShardedAdamW`.
     """
-    numbers, ranks, exact = rank_parameters(config, geometry), config.replicas, config.parallel.accumulate == "exact"
-    weights = Part(numbers * ITEM_BYTES[config.model.dtype], f"weights, {config.model.dtype}")
-    lasting = [
-        weights,
-        Part(numbers * (8 if exact else 4), f"sum of gradients, {'int64' if exact else 'float32'}"),
-        Part(12 * numbers // ranks, "master weights and two moments, float32" + f", one of {ranks} slices" * (ranks > 1)),
-    ]
-    always = config.algorithm.tri_model == "always"
-    if always or (config.algorithm.kl_coef and not config.model.offload_reference):
-        lasting.append(Part(weights.size_bytes, "reference model"))
-    if always:
-        lasting.append(Part(weights.size_bytes, "old policy"))
+    numbers, ranks = rank_parameters(config, geometry), config.replicas
+    lasting = _models(config, numbers)
     if not config.replayed_run:
         lasting.append(transfer_buffer(config, geometry))
     groups = sum(n > 1 for n in (ranks, config.parallel.tensor, config.parallel.pipeline)) + (not config.replayed_run)
@@ -98,8 +89,36 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     if config.trains:
         rows = micro_batch_tokens(config)[0]
         how = "layers computed again" if config.model.gradient_checkpointing else "all layers kept"
-        passing.append(Part(micro_batch_bytes(config, geometry, kind), f"micro-batch of {rows} tokens, {how}"))
+        size_bytes = micro_batch_bytes(config, geometry, kind) + _gathered_bytes(config, geometry)
+        passing.append(Part(size_bytes, f"micro-batch of {rows} tokens, {how}"))
     return Need(lasting, passing)
+
+
+def _models(config: Config, numbers: int) -> list[Part]:
+    """Weights, gradients and optimizer of n numbers, and the frozen models."""
+    ranks, item = config.replicas, ITEM_BYTES[config.model.dtype]
+    exact, sharded = config.parallel.accumulate == "exact", config.parallel.data == "fsdp"
+    slices, held = f", one of {ranks} slices" * (ranks > 1), numbers // ranks if sharded else numbers
+    parts = [Part(16 * held, "weights, gradients and two moments, float32" + slices)]
+    if not sharded:
+        parts = [
+            Part(item * held, f"weights, {config.model.dtype}"),
+            Part((8 if exact else 4) * held, f"sum of gradients, {'int64' if exact else 'float32'}"),
+            Part(12 * numbers // ranks, "master weights and two moments, float32" + slices),
+        ]
+    always = config.algorithm.tri_model == "always"
+    if always or (config.algorithm.kl_coef and not config.model.offload_reference):
+        parts.append(Part(item * held, "reference model"))
+    return parts + [Part(item * held, "old policy")] * always
+
+
+def _gathered_bytes(config: Config, geometry: Geometry) -> int:
+    """What FSDP2 makes whole at a time: embedding, head and two layers, each as gathered and as parameters, 2 s, and their gradients, s
+    and in float32."""
+    if config.parallel.data != "fsdp" or config.replicas == 1:
+        return 0
+    outermost = geometry.vocabulary * geometry.hidden * (1 if geometry.tied or config.parallel.pipeline > 1 else 2)
+    return (outermost + 2 * geometry.layer_parameters) // config.parallel.tensor * (3 * ITEM_BYTES[config.model.dtype] + 4)
 
 
 def rank_parameters(config: Config, geometry: Geometry) -> int:
@@ -266,7 +285,9 @@ def _training_changes(config: Config, kv_heads: int, more_ranks: bool) -> Iterat
     batch, cut, shards = config.algorithm.batch_groups, config.parallel.pipeline * config.parallel.tensor, config.parallel.tensor
     splits = [n for n in range(shards + 1, kv_heads + 1) if kv_heads % n == 0 and config.parallel.ranks % (cut // shards * n) == 0]
     more = [cut * n for n in range(config.replicas + 1, batch + 1) if batch % n == 0]
-    changes = [{"parallel.tensor": n} for n in splits] + [{"parallel.ranks": n} for n in more] if more_ranks else []
+    sliceable = config.replicas > 1 and config.parallel.accumulate == "float32" and not config.model.offload_reference
+    slices: list[dict[str, Any]] = [{"parallel.data": "fsdp"}] * sliceable
+    changes = [*({"parallel.tensor": n} for n in splits), *slices, *({"parallel.ranks": n} for n in more)] if more_ranks else []
     for change in ({}, *changes):
         yield from (again | smaller | change for smaller in tokens)
 
@@ -302,16 +323,16 @@ def _together(config: Config, each: dict[str, int]) -> int:
 
 
 def _update_bytes(config: Config, numbers: int, kind: str) -> int:
-    """The worst of an optimizer step: reducing gradients, AdamW, and writing the weights.
+    """The worst of an optimizer step: reducing gradients, AdamW, and writing the weights (with fsdp, neither first nor last).
 
     With n / W numbers in a slice: the reduced gradient 4; in reducing, gloo's copy of the whole sum (4 W, exact 8 W) and exact's
     float64 (16); AdamW on npu two temporaries (8); the slice in the weights' type (s, none in float32) and all slices of it (s W).
     """
     item, ranks, exact = ITEM_BYTES[config.model.dtype], config.replicas, config.parallel.accumulate == "exact"
-    alone = ranks == 1
-    gradient = 0 if alone and not exact else 4
+    alone = ranks == 1 or config.parallel.data == "fsdp"
+    gradient = 0 if ranks == 1 and not exact else 4
     reducing = (8 if exact else 4) * ranks * (kind == "cpu" and not alone) + 16 * exact
-    writing = item * (item < 4) + item * ranks * (not alone)
+    writing = item * (item < 4) * (config.parallel.data == "zero1") + item * ranks * (not alone)
     return numbers // ranks * (gradient + max(reducing, 8 * (kind == "npu"), writing))
 
 

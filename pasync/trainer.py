@@ -17,9 +17,11 @@ from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, to
 from pasync.config import Config
 from pasync.data.packing import MicroBatch, Part, has_gradient, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
+from pasync.parallel.fsdp import FullyShardedAdamW
+from pasync.parallel.optimizer import ShardedAdamW, learning_rate
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.tri_model import LogProbs, TriModel, encode
-from pasync.parallel.zero import ShardedAdamW, learning_rate
+from pasync.parallel.zero import ZeroAdamW
 
 STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap", "clipped")
 
@@ -33,8 +35,11 @@ class Trainer:
         if self.exact:
             devices.make_deterministic()
         self.models = TriModel(config, model_folder, ranks)
-        self.optimizer = ShardedAdamW(
-            self.models.parameters.items(), config.optimizer, ranks, copies=self.models.copies, exact=self.exact
+        parameters, copies = self.models.parameters, self.models.copies
+        self.optimizer: ShardedAdamW = (
+            FullyShardedAdamW(parameters, config.optimizer, ranks, copies)
+            if config.parallel.data == "fsdp"
+            else ZeroAdamW(parameters.items(), config.optimizer, ranks, copies, exact=self.exact)
         )
         self._start_batch()
 
@@ -136,8 +141,7 @@ class Trainer:
             self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
             useful = [g for g in groups if has_gradient(g, kl_coef=algorithm.kl_coef)]
             self._totals["trained_groups"] += len(useful)
-            for row in self._rows(useful):
-                body = encode(row)
+            for body in self.models.in_step([encode(row) for row in self._rows(useful)]):
                 if algorithm.updates_per_batch > 1:
                     self._kept.append(body)
                 yield body

@@ -53,7 +53,8 @@ class Reach:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of one packed row. A group without any response token takes no rows: nobody would look at its prompt."""
+    """Of one packed row. A group without any response token takes no rows: nobody would look at its prompt. A row without any is its
+    prompts alone: it predicts nothing, but a process can go through the model with it when others do."""
 
     own: Reach
     """The causal part, over all T rows."""
@@ -84,6 +85,8 @@ def lay_out(shapes: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Lay
         shared: prompts once, or once per response.
     """
     lengths = _ints([n for _, responses in shapes for n in responses])  # [S]
+    if not lengths.any():
+        return _prompts_alone([tokens for tokens, _ in shapes])
     prompt = _ints([tokens for tokens, responses in shapes for _ in responses])  # [S]
     owner = np.repeat(np.arange(len(lengths)), lengths)  # [N]
     if shared:
@@ -106,6 +109,12 @@ def lay_out(shapes: Sequence[tuple[int, Sequence[int]]], *, shared: bool) -> Lay
     own = _bounds(segments)
     tensors = (torch.from_numpy(x) for x in (positions, rows, owner))
     return Layout(Reach(own, own, causal=True), Reach(responses, prompts, causal=False), *tensors)
+
+
+def _prompts_alone(prompts: list[int]) -> Layout:
+    own, nothing = _bounds(prompts), torch.zeros(0, dtype=torch.int64)
+    no_cross = Reach(_bounds(()), _bounds(()), causal=False)
+    return Layout(Reach(own, own, causal=True), no_cross, torch.from_numpy(_ramps(prompts)), nothing, nothing)
 
 
 def _bounds(lengths: Iterable[int]) -> Bounds:

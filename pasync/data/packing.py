@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pasync.algorithm.advantages import group_advantages
 from pasync.data.layout import Layout, lay_out
-from pasync.messages import Group, Response
+from pasync.messages import Group, Response, int_bytes
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -91,7 +91,9 @@ def pack(parts: list[Part], *, shared_prompt: bool) -> MicroBatch:
     """Lay out all parts in one row."""
     responses = [r for part in parts for r in part.responses]
     layout = lay_out([(part.prompt_tokens, part.lengths) for part in parts], shared=shared_prompt)
-    if shared_prompt:
+    if not any(r.ids for r in responses):
+        ids = [part.prompt_ids for part in parts]
+    elif shared_prompt:
         ids = [part.prompt_ids for part in parts if sum(part.lengths)] + [r.ids for r in responses]
     else:
         ids = [x for part in parts for r in part.responses if r.ids for x in (part.prompt_ids, r.ids)]
@@ -103,6 +105,11 @@ def pack(parts: list[Part], *, shared_prompt: bool) -> MicroBatch:
         advantages=torch.tensor([a for part in parts for a in part.advantages], dtype=torch.float32),
         engine_logprobs=_tensor([r.logprobs for r in responses], "<f4"),
     )
+
+
+def empty_row() -> list[Part]:
+    """What a process packs that has nothing to train on while others do: one token, none predicted, so no gradient."""
+    return [Part(int_bytes([0]), [], [])]
 
 
 def has_gradient(group: Group, *, kl_coef: float) -> bool:

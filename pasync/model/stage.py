@@ -70,6 +70,9 @@ class Stage(nn.Module):
         Returns:
             [T, E].
         """
+        return self._through_layers(batch, hidden)
+
+    def _through_layers(self, batch: MicroBatch, hidden: Tensor | None) -> Tensor:
         positions = batch.layout.positions[None]  # [1, T]
         if self.model.embed_tokens is not None:
             hidden = self.model.embed_tokens(batch.input_ids)
@@ -99,7 +102,7 @@ class Stage(nn.Module):
             ([N] float32 with gradient, [N] float32 without).
         """
         assert self.lm_head is not None and self.model.norm is not None
-        rows = self.model.norm(self(batch, hidden)).index_select(0, batch.layout.rows)  # [N, E]
+        rows = self.model.norm(self._through_layers(batch, hidden)).index_select(0, batch.layout.rows)  # [N, E]
         peers = getattr(self.lm_head, "peers", None)  # of a head that holds a slice of the vocabulary
         return token_logprobs(rows, self.lm_head.weight, batch.targets, temperature=temperature, peers=peers)
 

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig
 
 from pasync.config import Config
-from pasync.data.packing import MicroBatch, Part, pack
+from pasync.data.packing import MicroBatch, Part, empty_row, pack
 from pasync.model.causal_lm import load_model
 from pasync.model.stage import Stage
+from pasync.parallel.fsdp import gathered, local, shard
+from pasync.parallel.optimizer import Copies
 from pasync.parallel.pipeline import Pipeline
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.tensor import cut, whole
-from pasync.parallel.zero import Copies
 
 CHUNK_BYTES = 64 << 20
 """Weights are gathered in chunks of about this size (larger tensors alone)."""
@@ -67,7 +68,14 @@ class TriModel:
         self.model_config: PretrainedConfig = model.config
         self.generation_config: GenerationConfig | None = model.generation_config
         shards = cut(model, self.mesh.tensor)
-        self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size).to(ranks.device)  # no device ever holds it whole
+        self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size)
+        always = config.algorithm.tri_model == "always"
+        self.old = _frozen(self.policy) if always else None
+        self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
+        self.lock_step = config.parallel.data == "fsdp"
+        stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
+        for stage in stages:  # no device ever holds a model whole
+            shard(stage, self.mesh.data, ranks.device) if self.lock_step else stage.to(ranks.device)
         tied = self.policy.tied_weight
         embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
         self.parameters: dict[str, nn.Parameter] = {
@@ -81,11 +89,7 @@ class TriModel:
             partial=frozenset(shards.partial) & self.parameters.keys(),
             tied=embedding if tied is not None else None,
         )
-        always = config.algorithm.tri_model == "always"
-        self.old = _frozen(self.policy) if always else None
-        self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
         self.offload = config.model.offload_reference
-        stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
         self._pipeline = Pipeline(stages, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s)
         self._chunks = self._plan_chunks()
 
@@ -107,6 +111,14 @@ class TriModel:
 
         self._pipeline.run(bodies, with_names, temperature=temperature)
 
+    def in_step(self, bodies: list[bytes]) -> list[bytes]:
+        """As many micro-batches on every replica as they must do together. On the first stage; a collective of the data axis if so."""
+        if not self.lock_step:
+            return bodies
+        most = torch.tensor(len(bodies))
+        dist.all_reduce(most, dist.ReduceOp.MAX, self.mesh.data.group)
+        return bodies + [encode(empty_row())] * (int(most) - len(bodies))
+
     def rest(self) -> None:
         """Between batches: the reference leaves the device if `model.offload_reference` says so."""
         if self.reference is not None and self.offload:
@@ -117,7 +129,7 @@ class TriModel:
         """The policy becomes the old policy."""
         if self.old is not None:
             for mine, new in zip(self.old.parameters(), self.policy.parameters(), strict=True):
-                mine.copy_(new)
+                local(mine).copy_(local(new))
 
     @property
     def shapes(self) -> list[tuple[str, list[int]]]:
@@ -129,15 +141,15 @@ class TriModel:
 
         Runs on rank 0, inside `Ranks.on_first` with `calls`: where the policy is cut, each chunk is a collective.
         """
-        alone = self.mesh.pipeline.size == self.mesh.tensor.size == 1
+        alone = self.mesh.pipeline.size == self.mesh.tensor.size == 1 and not self.lock_step
         for i in range(len(self._chunks)):
             if not alone:
                 self.ranks.call("weights", str(i).encode())
             yield from self.gather(i)
 
     def gather(self, chunk: int) -> list[tuple[str, Tensor]]:
-        """The whole tensors of a chunk on rank 0, nothing elsewhere. A collective of the first replica."""
-        if not self.mesh.data.is_first:
+        """The whole tensors of a chunk on rank 0, nothing elsewhere. A collective: of the first replica, in lock-step of all."""
+        if not self.mesh.data.is_first and not self.lock_step:
             return []
         gathered = ((weight.name, self._whole(weight)) for weight in self._chunks[chunk])
         return [(name, tensor) for name, tensor in gathered if tensor is not None]
@@ -145,8 +157,8 @@ class TriModel:
     def _whole(self, weight: Weight) -> Tensor | None:
         mesh, tensor = self.mesh, None
         if weight.stage == mesh.pipeline.index:
-            tensor = whole(self.parameters[weight.name], weight.dim, mesh.tensor)
-        if weight.stage and mesh.tensor.is_first:  # from the stage's first shard to rank 0
+            tensor = whole(gathered(self.parameters[weight.name], self.policy.dtype), weight.dim, mesh.tensor)
+        if weight.stage and mesh.tensor.is_first and mesh.data.is_first:  # from the stage's first shard to rank 0
             if tensor is not None:
                 dist.send(tensor.contiguous(), 0)
             elif self.ranks.is_first:

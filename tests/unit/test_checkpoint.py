@@ -31,13 +31,13 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def train(ranks: Ranks, folder: Path, model: Path, upto: int, keep: int = 2) -> tuple[int, torch.Tensor]:
+def train(ranks: Ranks, folder: Path, model: Path, upto: int, keep: int = 2, *overrides: str) -> tuple[int, torch.Tensor]:
     """Continue the run in `folder`, save after every iteration; returns where it began and, on rank 0, the weights."""
     mesh = ranks.mesh
-    (folder / str(ranks.rank)).mkdir(exist_ok=True)
+    (folder / str(ranks.rank)).mkdir(parents=True, exist_ok=True)
     config = small_config(
         folder / str(ranks.rank), model, "checkpoint.every=1", f"checkpoint.keep={keep}", "optimizer.eps=1e-3", "algorithm.batch_groups=12",
-        f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}",
+        f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}", *overrides,
     )  # fmt: skip
     trainer = Trainer(config, model, ranks)
     checkpoints = Checkpoints(config, folder, trainer)

@@ -81,6 +81,12 @@ def test_impossible_values_are_named(file, override, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("other", ["parallel.accumulate=exact", "model.offload_reference=true"])
+def test_what_fsdp_cannot_be_combined_with_is_named(file, other):
+    with pytest.raises(ConfigError, match=f"parallel.data=fsdp: .*{other.split('=')[0]}="):
+        load(file, ["parallel.data=fsdp", other])
+
+
 def test_a_file_that_is_no_mapping_is_named(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="must be a mapping"):

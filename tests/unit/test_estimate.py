@@ -172,6 +172,15 @@ def test_what_lasts_scales_with_type_ranks_accumulation_and_reference() -> None:
     assert lasting(other)["master weights and two moments"] == 3 * n
 
 
+def test_with_fsdp_everything_that_lasts_is_a_slice_and_layers_are_made_whole_in_passing() -> None:
+    n, c = QWEN_7B.num_parameters, config(parallel={"ranks": 4, "data": "fsdp"}, algorithm={"tri_model": "always"})
+    found = lasting(c)
+    assert found["weights"] == 4 * n and found["reference model"] == found["old policy"] == 2 * (n // 4)
+    whole = config(parallel={"ranks": 4}, algorithm={"tri_model": "always"})
+    passing = [rank_need(x, QWEN_7B, "cuda").passing[-1].size_bytes for x in (c, whole)]
+    assert passing[0] - passing[1] == 10 * (2 * QWEN_7B.vocabulary * QWEN_7B.hidden + 2 * QWEN_7B.layer_parameters)
+
+
 def test_checkpointing_keeps_a_layers_input_instead_of_all_of_it() -> None:
     plain, again = (micro_batch_bytes(config(model={"gradient_checkpointing": on}), QWEN_7B, "cuda") for on in (False, True))
     saved = 16384 * (27 * QWEN_7B.layer_row_bytes(2) - 28 * 2 * QWEN_7B.hidden)
@@ -217,6 +226,11 @@ def test_advice_for_a_rank_names_values_that_fit(changes: dict[str, dict[str, ob
     text = advice("rank", c, QWEN_05B, machine)
     assert all(key in text for key in keys)
     assert pools(c, QWEN_05B, machine)["rank"] > gigabytes << 30 >= pools(applied(c, text), QWEN_05B, machine)["rank"]
+
+
+def test_replicas_that_cannot_be_cut_further_are_told_to_hold_slices() -> None:
+    c = config(parallel={"ranks": 3}, model={"gradient_checkpointing": True})
+    assert "parallel.data=fsdp would fit" in advice("rank", c, QWEN_7B, cuda(80))
 
 
 def test_a_7b_model_on_24_gb_is_told_what_it_needs_at_least() -> None:

@@ -1,5 +1,6 @@
 """Every product of stages, shards and replicas trains as one process does."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from pasync.trainer import Trainer
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 """(stages, shards, replicas)."""
+SHARDED = [(1, 1, 3), (2, 1, 2), (1, 2, 2)]
+"""Of these with `parallel.data=fsdp`."""
 MODELS = [("qwen2", True), ("qwen3", False), ("llama", True)]
 CASES = [(model, always, updates) for model in range(len(MODELS)) for always, updates in ((True, 1), (False, 2), (True, 2))]
 """(model, tri_model=always, updates_per_batch)."""
@@ -33,9 +36,10 @@ def batch(seed: int) -> list[Group]:
     return groups
 
 
-def overrides(ranks: Ranks, always: bool, updates: int) -> list[str]:
+def overrides(ranks: Ranks, data: str, always: bool, updates: int) -> list[str]:
     mesh = ranks.mesh
     return [
+        f"parallel.data={data}", "algorithm.batch_groups=12",
         f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}",
         f"algorithm.tri_model={'always' if always else 'needed'}", f"algorithm.updates_per_batch={updates}", "algorithm.kl_coef=0.1",
         "algorithm.clip_high=0.02", "optimizer.clip_norm=0.05", "optimizer.eps=1e-3", "optimizer.lr=0.01", "algorithm.normalizer=sequence",
@@ -56,16 +60,18 @@ def probe(trainer: Trainer) -> list[float]:
     return found
 
 
-def three_batches(ranks: Ranks, folder: Path, models: list[Path]) -> list[tuple[dict, dict, list[float]]]:
+def three_batches(ranks: Ranks, folder: Path, models: list[Path], data: str) -> list[tuple[dict, dict, list[float]]]:
     """Metrics of the last step, weights and log-probs after three batches, of every case."""
     results, mesh = [], ranks.mesh
     for model, always, updates in CASES:
         place = folder / f"{ranks.rank}"
         place.mkdir(exist_ok=True)
-        trainer = Trainer(small_config(place, models[model], *overrides(ranks, always, updates)), models[model], ranks)
+        trainer = Trainer(small_config(place, models[model], *overrides(ranks, data, always, updates)), models[model], ranks)
         for t in range(3):
-            mine = batch(t)[mesh.data.index :: mesh.data.size]
-            trainer.forward_backward([[group] for group in mine] if mesh.pipeline.is_first else None)
+            groups = batch(t)
+            dealt = [groups[at : at + mesh.data.size] for at in range(0, len(groups), mesh.data.size)]  # a replica may get nothing
+            rounds = [among[mesh.data.index : mesh.data.index + 1] for among in dealt]
+            trainer.forward_backward(rounds if mesh.pipeline.is_first else None)
             metrics = trainer.optimizer_step(t)
         results.append((metrics, whole_weights(trainer), probe(trainer)))
     return results
@@ -81,14 +87,15 @@ def models(tmp_path_factory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def alone(models, tmp_path_factory) -> list:
-    [results] = run_ranks(three_batches, 1, tmp_path_factory.mktemp("alone"), models)
+    [results] = run_ranks(three_batches, 1, tmp_path_factory.mktemp("alone"), models, "zero1")
     return results
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("pipeline", "tensor", "data"), LAYOUTS)
-def test_three_batches_on_any_layout_equal_one_process(tmp_path, models, alone, pipeline, tensor, data):
-    ranks = run_ranks(three_batches, pipeline * tensor * data, tmp_path, models, pipeline=pipeline, tensor=tensor)
+@pytest.mark.parametrize(("layout", "data"), [(x, "zero1") for x in LAYOUTS] + [(x, "fsdp") for x in SHARDED])
+def test_three_batches_on_any_layout_equal_one_process(tmp_path, models, alone, layout, data):
+    pipeline, tensor, _ = layout
+    ranks = run_ranks(three_batches, math.prod(layout), tmp_path, models, data, pipeline=pipeline, tensor=tensor)
     for case, (metrics, weights, logprobs), expected in zip(CASES, ranks[0], alone, strict=True):
         assert weights.keys() == expected[1].keys()
         for name, weight in weights.items():

@@ -8,8 +8,9 @@ from workers import run_ranks
 
 from pasync.config import OptimizerConfig
 from pasync.errors import PasyncError, RolloutError, TrainingError
+from pasync.parallel.optimizer import Copies, learning_rate
 from pasync.parallel.ranks import Ranks
-from pasync.parallel.zero import ShardedAdamW, learning_rate
+from pasync.parallel.zero import ZeroAdamW
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 
@@ -26,7 +27,7 @@ def inputs(step: int) -> torch.Tensor:
 def sharded_steps(ranks: Ranks, dtype: torch.dtype) -> list[list[float]]:
     """Two steps; rank r takes rows r, r + size, .. one by one, so ranks do unequal numbers of backward passes."""
     net = model(dtype)
-    optimizer = ShardedAdamW(net.named_parameters(), CONFIG, ranks)
+    optimizer = ZeroAdamW(net.named_parameters(), CONFIG, ranks, Copies())
     norms = []
     for step in range(2):
         for row in inputs(step)[ranks.rank :: ranks.size]:
@@ -65,7 +66,7 @@ def test_bfloat16_weights_are_the_rounded_float32_master_weights():
 def broken_gradient(ranks: Ranks) -> tuple[str, bool]:
     net = model(torch.float32)
     before = copy.deepcopy(net.state_dict())
-    optimizer = ShardedAdamW(net.named_parameters(), CONFIG, ranks)
+    optimizer = ZeroAdamW(net.named_parameters(), CONFIG, ranks, Copies())
     if ranks.rank == 1:
         (net(inputs(0)).sum() * math.nan).backward()
     try:

@@ -79,4 +79,4 @@ def divisor(groups: list[Group], normalizer: str) -> int:
 def flat_gradient(trainer: Trainer, divisor: float) -> torch.Tensor:
     """[parameters] the divided gradient that the trainer has summed. A collective."""
     optimizer = trainer.optimizer
-    return torch.cat([whole.flatten() for whole in optimizer.whole(optimizer.summed(divisor))])
+    return torch.cat([whole.flatten() for whole in optimizer.whole(optimizer.summed(divisor)[0])])
