@@ -8,7 +8,7 @@ lock=$here/requirements/cpu.txt
 venv=$here/.venv
 stamp=$venv/.complete-for
 log=$venv/setup.log
-needed="torch transformers vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml"
+needed="torch transformers accelerate vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml"
 
 die() { printf 'set-up: %s\n' "$@" >&2; exit 1; }
 

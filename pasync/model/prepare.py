@@ -67,6 +67,8 @@ def problems(config: Config) -> list[str]:
     layers = settings.get("num_hidden_layers")
     if layers is not None and config.parallel.pipeline > layers:
         found.append(f"parallel.pipeline={config.parallel.pipeline}: the model has {layers} layers, at most so many stages")
+    if not any((folder(path) / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
+        found.append(f"model.path={path}: there is neither model.safetensors nor its index; weights must be in safetensors files")
     longest, needed = settings.get("max_position_embeddings"), config.max_model_tokens
     if longest is not None and needed > longest:
         found.append(f"data.max_prompt_tokens + max_tokens={needed}: beyond the model's length, at most {longest}")

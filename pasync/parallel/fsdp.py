@@ -30,11 +30,12 @@ def shard(stage: Stage, axis: Axis, device: torch.device) -> None:
     Those with gradient become float32 and are the master weights; the model computes in the type it had, `stage.dtype`. Gradients are
     summed in float32; FSDP2 divides each sum by the number of ranks.
     """
-    for p in stage.parameters():  # never buffers: rotary angles must keep their precision
-        p.data = p.data.float() if p.requires_grad else p.data
     mesh = DeviceMesh.from_group(axis.group, device.type)
     policy = MixedPrecisionPolicy(param_dtype=stage.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*stage.model.layers.values(), stage):
+        for p in module.parameters():
+            if p.requires_grad and not isinstance(p, DTensor):
+                p.data = p.data.float()
         # by default the outermost would stay whole after a forward, and go on computing with old weights after a step
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     register_fsdp_forward_method(stage, "logprobs")

@@ -56,7 +56,7 @@ def cut(model: PreTrainedModel, axis: Axis) -> Shards:
     Parameters are replaced, so optimizers come later. An axis of one changes nothing.
 
     Args:
-        model: Qwen2, Qwen3 or Llama-like, from `load_model`.
+        model: Qwen2, Qwen3 or Llama-like, with or without its weights.
 
     Raises:
         ConfigError: a size is not a multiple of the axis's, or the model's plan says something unknown, or nothing of some weight.

@@ -21,7 +21,8 @@ from transformers import GenerationConfig, PretrainedConfig
 
 from pasync.config import Config
 from pasync.data.packing import MicroBatch, Part, empty_row, pack
-from pasync.model.causal_lm import load_model
+from pasync.model.causal_lm import empty_model
+from pasync.model.files import WeightFiles
 from pasync.model.stage import Stage
 from pasync.parallel.fsdp import gathered, local, shard
 from pasync.parallel.optimizer import Copies
@@ -64,25 +65,26 @@ class TriModel:
 
     def __init__(self, config: Config, folder: Path, ranks: Ranks) -> None:
         self.ranks, self.mesh, self.shared_prompt = ranks, ranks.mesh, config.model.shared_prompt
-        model = load_model(config.model, folder)
+        model = empty_model(config.model, folder)
         self.model_config: PretrainedConfig = model.config
         self.generation_config: GenerationConfig | None = model.generation_config
         shards = cut(model, self.mesh.tensor)
         self.policy = Stage(model, self.mesh.pipeline.index, self.mesh.pipeline.size)
+        tied = self.policy.tied_weight
+        embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
+        names = {name: embedding if p is tied else name for name, p in self.policy.named_parameters()}
+        self.dims = {name: shards.dims[name] for name in names.values()}
         always = config.algorithm.tri_model == "always"
         self.old = _frozen(self.policy) if always else None
         self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
         self.lock_step = config.parallel.data == "fsdp"
         stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
-        for stage in stages:  # no device ever holds a model whole
-            shard(stage, self.mesh.data, ranks.device) if self.lock_step else stage.to(ranks.device)
-        tied = self.policy.tied_weight
-        embedding = next(name for name, p in model.named_parameters() if p is model.get_input_embeddings().weight)
-        self.parameters: dict[str, nn.Parameter] = {
-            embedding if p is tied else name: p for name, p in self.policy.named_parameters()
-        }  # fmt: skip
+        with WeightFiles(folder) as files:
+            for stage in stages:  # one after the other: neither the host nor a device ever holds a model whole
+                files.fill(stage, {name: (of, self.dims[of]) for name, of in names.items()}, self.mesh.tensor.index, self.mesh.tensor.size)
+                shard(stage, self.mesh.data, ranks.device) if self.lock_step else stage.to(ranks.device)
+        self.parameters: dict[str, nn.Parameter] = {names[name]: p for name, p in self.policy.named_parameters()}
         """Of the policy, under the names of the checkpoint; a tied head on a stage of its own bears the embedding's."""
-        self.dims = {name: shards.dims[name] for name in self.parameters}
         cut_over = self.mesh.tensor.size > 1
         self.copies = Copies(
             replicated=frozenset(name for name, dim in self.dims.items() if cut_over and dim is None),

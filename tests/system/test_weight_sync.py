@@ -1,5 +1,6 @@
 """Trained weights reach a real vLLM server: tied and untied heads, three families, two types; and missing ones are noticed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from every_layout import LAYOUTS, TEXTS
 from harness import ROOT, free_port, gone_within
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pasync import device as devices
 from pasync.config import Config
@@ -17,6 +20,7 @@ from pasync.configfile import load, save
 from pasync.data.prompts import Prompt
 from pasync.errors import WeightSyncError
 from pasync.messages import Group, Sampling, ints
+from pasync.model.prepare import prepare
 from pasync.model.tiny import random_model
 from pasync.parallel.ranks import join_ranks
 from pasync.placement import Placement
@@ -28,14 +32,14 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 PROMPT = Prompt(0, tuple(range(20, 60)), "", {"answer": ""})
 
 
-def tiny_config(run: Path, model: Path, dtype: str) -> Config:
+def tiny_config(run: Path, model: Path, dtype: str, batch_groups: int = 1) -> Config:
     run.mkdir()
     (run / "rows.jsonl").write_text('{"question": "1", "answer": "1"}\n')
     (run / "source.yaml").write_text(
         f"{{name: sync, iterations: 1, model: {{path: {model}, dtype: {dtype}}}, "
         "data: {train: {source: rows.jsonl}, max_prompt_tokens: 64}, "
         "rollout: {max_tokens: 24, max_num_seqs: 8, kv_cache_bytes: 67108864}, rewards: {function: exact}, "
-        "algorithm: {batch_groups: 1, group_responses: 8}, optimizer: {lr: 1e-3}, sync: {bucket_bytes: 65536}}"
+        f"algorithm: {{batch_groups: {batch_groups}, group_responses: 8}}, optimizer: {{lr: 1e-3}}, sync: {{bucket_bytes: 65536}}}}"
     )
     config = load(run / "source.yaml")
     save(config, run / "config.yaml")
@@ -116,3 +120,27 @@ def test_synced_weights_sample_like_the_trainer_and_unsynced_ones_are_noticed(tm
         perturb(trainer, 9)  # changed here and not sent
         with pytest.raises(WeightSyncError, match="do not compute with the trainer's weights"):
             sender.probe(ids, trainer.sequence_logprobs(ids), 2)
+
+
+def test_greedy_tokens_and_log_probs_after_a_sync_from_any_layout_are_those_of_the_exported_model(tmp_path):
+    run, address, model = tmp_path / "run", f"tcp://127.0.0.1:{free_port()}", prepare("tiny-sort")
+    tiny_config(run, model, "float32", batch_groups=8)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
+    command = [*torchrun, str(Path(__file__).with_name("every_layout.py")), str(run), address, str(model)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PASYNC_RUN_ID": str(run), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    with server(run, address):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-4000:]
+    tokenizer, first = AutoTokenizer.from_pretrained(model), dict[str, torch.Tensor]()
+    for i, layout in enumerate(LAYOUTS):
+        said = json.loads((run / f"layout-{i}.json").read_text())
+        exported = AutoModelForCausalLM.from_pretrained(run / f"layout-{i}" / "model")
+        first = first or exported.state_dict()
+        assert all((w - first[name]).norm() <= 1e-5 * first[name].norm() for name, w in exported.state_dict().items()), layout
+        for text, greedy, (sampled, logprobs) in zip(TEXTS, said["greedy"], said["sampled"], strict=True):
+            ids = tokenizer(text, return_tensors="pt").input_ids
+            ours = exported.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+            assert ours.tolist() == greedy, (layout, text)
+            whole = torch.cat([ids, torch.tensor([sampled])], 1)
+            expected = exported(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1).gather(-1, torch.tensor(sampled)[:, None])[:, 0]
+            assert (expected - torch.tensor(logprobs)).abs().max() < 1e-4, (layout, text)

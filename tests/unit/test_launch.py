@@ -35,6 +35,7 @@ def config_file(tmp_path: Path):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 1024}')
+    (model / "model.safetensors").touch()
     (tmp_path / "t.jsonl").write_text("")
     path = tmp_path / "tiny.yaml"
     path.write_text(
