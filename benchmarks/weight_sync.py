@@ -2,11 +2,11 @@
 
     core 1: makes tensors, sends  ==broadcast==>  core 0: a receiver that copies each tensor into weights it holds, as vLLM's load does
 
-    raw         the same bytes in bucket-sized broadcasts back to back and nothing else: the limit
+    raw         the same bytes in gloo broadcasts as large as a bucket, back to back and nothing else: the limit
     per_tensor  one broadcast per tensor
     bucketed    one flat buffer: fill, send, load, one after the other
     overlapped  WeightSender and WeightReceiver
-    .._checked  the same with the float64 sums of both sides, as after every sync that `sync.probe_every` names
+    .._checked  the same with the sums of both sides, as after every sync that `sync.probe_every` names
 
 The 7B list is that of the first layers (`--layers`) of Qwen2.5-7B; the sender makes them all from the memory of one.
 """
@@ -20,8 +20,10 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,8 +37,9 @@ from pasync import device as devices
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.messages import Joined, Message, Sync, Synced
-from pasync.transport.broadcast import BroadcastGroup, Bucket, views
-from pasync.transport.weights import WeightReceiver, WeightSender, sums
+from pasync.transport.broadcast import BroadcastGroup, Bucket, bucket_numel, views
+from pasync.transport.communicator import communicator
+from pasync.transport.weights import SUM_MODULUS, WeightReceiver, WeightSender, checksum
 
 CHECKED = "_checked"
 COMMANDS = [method + check for check in ("", CHECKED) for method in ("per_tensor", "bucketed", "overlapped")]
@@ -83,11 +86,11 @@ class OneServer:
             self.pipe.send(msgspec.to_builtins(message))
 
     def replies(self, kind: type[Any], *, deadline_s: float) -> dict[str, Any]:
-        """Joined, Synced with the sums, or the bare sums."""
+        """Joined, Synced with the sum, or the bare sum."""
         if not self.pipe.poll(deadline_s):
             raise TimeoutError("no answer from the receiver")
         answer = self.pipe.recv()
-        return {"server-0": Synced(self.version, 0.0, *answer) if kind is Synced else Joined() if kind is Joined else answer}
+        return {"server-0": Synced(self.version, 0.0, answer) if kind is Synced else Joined() if kind is Joined else answer}
 
     def failure(self, *, wait_s: float) -> Exception | None:
         """It says nothing about its end."""
@@ -95,35 +98,42 @@ class OneServer:
 
 
 class Link:
-    """One end of the transfer group, with one buffer: raw and the simpler methods."""
+    """One end of a connection of its own, with one buffer: raw and the simpler methods."""
 
-    def __init__(self, group: BroadcastGroup, buckets: list[Bucket], dtype: torch.dtype) -> None:
-        self.group, self.buckets = group, buckets
-        sizes = [sum(math.prod(shape) for _, shape in bucket) for bucket in buckets]
+    def __init__(self, pipe: Connection, buckets: list[Bucket], max_numel: int, dtype: torch.dtype, *, is_sender: bool) -> None:
+        store = BroadcastGroup.open_store("127.0.0.1", 0 if is_sender else pipe.recv(), 2, DEADLINE_S, is_sender=is_sender)
+        if is_sender:
+            pipe.send(store.port)
+        self.gloo = communicator("cpu", store, int(not is_sender), 2, torch.device("cpu"), timedelta(seconds=DEADLINE_S))
+        self.buckets = buckets
+        sizes = [bucket_numel(bucket) for bucket in buckets]
         self.buffer = torch.zeros(max(sizes), dtype=dtype)
         self.flats = [self.buffer[:size] for size in sizes]
+        self.pieces = [self.buffer[: min(max_numel, sum(sizes) - at)] for at in range(0, sum(sizes), max_numel)]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Every tensor, once it has arrived."""
         for tensor in tensors:
-            self.group.start(tensor).wait()
+            self.gloo.broadcast(tensor, 0)
             yield tensor
 
-    def send(self, method: str, weights: Iterator[tuple[str, Tensor]], checked: bool) -> tuple[float, float]:
-        """The sums of what was sent, if checked."""
-        sent = self.flats if method == "raw" else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
-        parts = [sums([tensor]) if checked else (0.0, 0.0) for tensor in self.broadcast(sent)]
-        return sum(total for total, _ in parts), sum(abs_total for _, abs_total in parts)
+    def send(self, method: str, weights: Iterator[tuple[str, Tensor]], checked: bool) -> int:
+        """The sum of what was sent, if checked."""
+        sent = self.pieces if method == "raw" else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
+        return sum(checksum([tensor]) if checked else 0 for tensor in self.broadcast(sent)) % SUM_MODULUS
 
     def receive(self, method: str, held: dict[str, Tensor]) -> None:
         """The other end of `send`; the weights go into `held`."""
+        if method == "raw":
+            deque(self.broadcast(self.pieces), maxlen=0)
+            return
         if method == "per_tensor":
             coming = (self.buffer[: into.numel()].view(into.shape) for into in held.values())
             for tensor, into in zip(self.broadcast(coming), held.values(), strict=True):
                 into.copy_(tensor)
             return
         for flat, bucket in zip(self.broadcast(self.flats), self.buckets, strict=True):
-            for (name, _), tensor in zip(bucket if method == "bucketed" else [], views(flat, bucket), strict=False):
+            for (name, _), tensor in zip(bucket, views(flat, bucket), strict=True):
                 held[name].copy_(tensor)
 
     def _filled(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
@@ -134,13 +144,13 @@ class Link:
 
 
 def serve(pipe: Connection, core: int, dtype: torch.dtype) -> None:
-    """The receiver's process: Join, then one method after the other until "end"; answers with the sums of what it holds."""
+    """The receiver's process: Join, then one method after the other until "end"; answers with the sum of what it holds."""
     keep_memory()
     devices.pin([core])
     receiver = WeightReceiver("cpu", pipe.recv(), 0, torch.device("cpu"), dtype)
-    held = {name: torch.zeros(shape, dtype=dtype) for bucket in receiver.buckets for name, shape in bucket}
-    link = Link(receiver.group, receiver.buckets, dtype)
     pipe.send(None)
+    held = {name: torch.zeros(shape, dtype=dtype) for bucket in receiver.buckets for name, shape in bucket}
+    link = Link(pipe, receiver.buckets, receiver.max_numel, dtype, is_sender=False)
     while (command := pipe.recv()) != "end":
         method = command.removesuffix(CHECKED)
         if method == "overlapped":
@@ -148,7 +158,7 @@ def serve(pipe: Connection, core: int, dtype: torch.dtype) -> None:
                 held[name].copy_(tensor)
         else:
             link.receive(method, held)
-        pipe.send(sums(held.values()) if command.endswith(CHECKED) else (None, None))
+        pipe.send(checksum(held.values()) if command.endswith(CHECKED) else None)
 
 
 @contextmanager
@@ -192,8 +202,8 @@ def seconds(command: str, server: OneServer, sender: WeightSender, link: Link, w
     else:
         server.pipe.send(command)
         sent = link.send(method, weights, checked)
-        [held] = server.replies(tuple, deadline_s=DEADLINE_S).values()
-        assert not checked or math.isclose(sent[1], held[1], rel_tol=1e-12), f"sent {sent}, held {held}"
+        [held] = server.replies(int, deadline_s=DEADLINE_S).values()
+        assert not checked or sent == held, f"sent {sent}, held {held}"
     return time.perf_counter() - began
 
 
@@ -204,7 +214,7 @@ def measure(model: str, dtype_name: str, layers: int | None, rounds: int, core: 
     times: dict[str, list[float]] = {command: [] for command in ("raw", *COMMANDS)}
     with tempfile.TemporaryDirectory() as folder, receiver(core, dtype) as server:
         sender = WeightSender(configuration(Path(folder), dtype_name), server, shapes, "cpu")
-        link = Link(sender.group, sender.buckets, dtype)
+        link = Link(server.pipe, sender.buckets, sender.max_numel, dtype, is_sender=True)
         sender.publish(((name, memory[tuple(shape)]) for name, shape in shapes), version=0)  # the first one is checked whatever its version
         for _ in range(1 + rounds):
             for command, of_command in times.items():

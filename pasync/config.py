@@ -187,7 +187,7 @@ class ParallelConfig(Section):
 
 class SyncConfig(Section):
     bucket_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Weights are sent in flat buckets of about this size."""
+    """Weights are sent in flat buckets of at most this size; a larger weight travels in pieces of it."""
     deadline_s: float = Field(120.0, gt=0)
     """Longest wait for one bucket of a weight transfer, on both sides, and for the servers' acknowledgements."""
     probe_every: int = Field(1, ge=1)

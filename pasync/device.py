@@ -6,10 +6,11 @@ A device id is a core on cpu and the index of an accelerator elsewhere.
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+from pasync.errors import WeightSyncError
 
 if TYPE_CHECKING:
     import torch
@@ -110,21 +111,10 @@ def collective_backend(kind: str) -> str:
     return {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}[kind]
 
 
-def process_group(kind: str, store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
-    """A process group of its own, outside torch's default one; blocks until all ranks are there."""
-    import torch.distributed as dist
-
-    if kind == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    if kind == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world_size, options)
-    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
-
-    options = ProcessGroupHCCL.Options()
-    options._timeout = timeout
-    return ProcessGroupHCCL(store, rank, world_size, options)
+def require_loadable_weights(kind: str) -> None:
+    """Raise WeightSyncError if vLLM would hold weights in a format into which new ones cannot be loaded."""
+    if kind == "npu" and os.environ.get("VLLM_ASCEND_ENABLE_NZ") != "0":
+        raise WeightSyncError("VLLM_ASCEND_ENABLE_NZ is not 0: vllm-ascend may hold weights in the NZ format, which takes no new ones")
 
 
 def pin(ids: list[int]) -> None:

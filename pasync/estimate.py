@@ -82,7 +82,7 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     numbers, ranks = rank_parameters(config, geometry), config.replicas
     lasting = _models(config, numbers)
     if not config.replayed_run:
-        lasting.append(transfer_buffer(config, geometry))
+        lasting.append(Part(sent_bytes(config, geometry), "buffers of the weight transfer"))
     groups = sum(n > 1 for n in (ranks, config.parallel.tensor, config.parallel.pipeline)) + (not config.replayed_run)
     lasting.append(Part(devices.overhead_bytes(kind, "rank", groups), "runtime"))
     passing = [Part(_update_bytes(config, numbers, kind), "optimizer step")]
@@ -170,7 +170,7 @@ def server_need(config: Config, geometry: Geometry, machine: Machine) -> Need:
         room = f"KV cache: {tokens} tokens, {tokens // config.max_model_tokens} of the longest responses at once"
         lasting.append(Part(cache, room))
     runtime = Part(devices.overhead_bytes(machine.kind, "server", 1 + (size > 1)), "runtime")
-    return Need([*lasting, transfer_buffer(config, geometry), runtime], [])
+    return Need([*lasting, Part(received_bytes(config, geometry), "buffers of the weight transfer"), runtime], [])
 
 
 def cache_bytes(config: Config, geometry: Geometry, machine: Machine) -> int | None:
@@ -189,11 +189,26 @@ def cache_token_bytes(config: Config, geometry: Geometry) -> int:
     return 2 * geometry.layers * heads * geometry.head_size * ITEM_BYTES[config.server_dtype]
 
 
-def transfer_buffer(config: Config, geometry: Geometry) -> Part:
-    """The bucket of a weight transfer, on both sides: a weight is never cut."""
-    item = ITEM_BYTES[config.server_dtype]
-    size_bytes = max(geometry.largest_tensor * item, min(config.sync.bucket_bytes, geometry.num_parameters * item))
-    return Part(size_bytes, "buffer of the weight transfer")
+def sent_bytes(config: Config, geometry: Geometry) -> int:
+    """What a weight transfer holds on the sending side: one bucket travels, one is filled.
+
+    Weights larger than a bucket are sent from where they lie, unless the servers have another type: then two of them are converted.
+    """
+    if config.server_dtype == config.model.dtype:
+        return min(2 * config.sync.bucket_bytes, geometry.num_parameters * ITEM_BYTES[config.server_dtype])
+    return _buckets_bytes(config, geometry, 2)
+
+
+def received_bytes(config: Config, geometry: Geometry) -> int:
+    """What a weight transfer holds on the receiving side: one bucket arrives, one is loaded, and vLLM still has the one before."""
+    return _buckets_bytes(config, geometry, 3)
+
+
+def _buckets_bytes(config: Config, geometry: Geometry, count: int) -> int:
+    """The largest of consecutive buckets: an embedding, and what can be next to it. A weight larger than a bucket is one of its own."""
+    item, layer = ITEM_BYTES[config.server_dtype], geometry.hidden * max(geometry.intermediate, geometry.heads * geometry.head_size)
+    first, others = (max(numbers * item, config.sync.bucket_bytes) for numbers in (geometry.largest_tensor, layer))
+    return min(first + (count - 1) * others, geometry.num_parameters * item)
 
 
 def pools(config: Config, geometry: Geometry, machine: Machine) -> dict[str, int]:

@@ -99,6 +99,8 @@ class Join(Message, frozen=True, tag="join"):
     timeout_s: float
     buckets: list[list[tuple[str, list[int]]]]
     """Names and shapes of the tensors of every bucket, in the order they are sent."""
+    max_numel: int
+    """Numbers of one broadcast at most: a larger tensor, always a bucket of its own, travels in pieces."""
 
 
 class Generate(Message, frozen=True, tag="generate"):
@@ -166,9 +168,8 @@ class Synced(Message, frozen=True, tag="synced"):
 
     version: int
     seconds: float
-    weight_sum: float | None = None
-    """float64 sum over all weights held (absent if not asked for, or if the weights are sharded)."""
-    weight_abs_sum: float | None = None
+    weight_sum: int | None = None
+    """`checksum` of all weights held (absent if not asked for, or if the weights are sharded)."""
 
 
 class Probed(Message, frozen=True, tag="probed"):

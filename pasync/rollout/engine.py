@@ -24,7 +24,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from pasync import device as devices
 from pasync.config import Config
 from pasync.errors import WeightSyncError
-from pasync.transport.weights import WeightReceiver, sums
+from pasync.transport.weights import WeightReceiver, checksum
 
 CPU_BLOCK_TOKENS = 32  # prompts shorter than a block are never shared; vLLM's default on CPU is 128
 
@@ -45,15 +45,17 @@ class WorkerExtension:
     def pasync_join(self, join: str) -> None:
         """Enter the weight-transfer group; `join` is the Join message's fields as JSON."""
         worker: Any = self
+        kind = devices.detect()
+        devices.require_loadable_weights(kind)
         dtype = next(worker.model_runner.get_model().parameters()).dtype
-        self._pasync = WeightReceiver(devices.detect(), json.loads(join), worker.rank, worker.device, dtype)
+        self._pasync = WeightReceiver(kind, json.loads(join), worker.rank, worker.device, dtype)
 
-    def pasync_receive(self, with_sum: bool) -> list[float] | None:
-        """Load one version; with `with_sum`, answer [sum, sum of absolute values] over all weights now held."""
+    def pasync_receive(self, with_sum: bool) -> int | None:
+        """Load one version; with `with_sum`, answer the checksum of all weights now held."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
         with torch.no_grad():
             model.load_weights(self._pasync.receive())
-            return list(sums(model.parameters())) if with_sum else None
+            return checksum(p.to(self._pasync.dtype) for p in model.parameters()) if with_sum else None
 
 
 class Engine:
@@ -86,25 +88,34 @@ class Engine:
 
     async def join(self, fields: dict[str, Any]) -> None:
         """Put all workers into the weight-transfer group."""
-        await self._llm.collective_rpc("pasync_join", args=(json.dumps(fields),))
+        await self._on_workers("pasync_join", json.dumps(fields))
 
-    async def receive_weights(self, *, with_sum: bool) -> tuple[float, float] | None:
+    async def receive_weights(self, *, with_sum: bool) -> int | None:
         """Take one version of the weights and forget all cached prefixes.
 
         Returns:
-            (sum, sum of absolute values) over the weights held afterwards, if asked for and the weights are not sharded.
+            `checksum` of the weights held afterwards, if asked for and the weights are not sharded.
+
+        Raises:
+            WeightSyncError: a worker did not get or could not load them, or requests were in flight.
         """
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        answers = await self._llm.collective_rpc("pasync_receive", args=(with_sum and not self.sharded,))
+        answers = await self._on_workers("pasync_receive", with_sum and not self.sharded)
         if not await self._llm.reset_prefix_cache():
             raise WeightSyncError("the prefix cache could not be reset: requests were in flight during the sync")
         await self._llm.resume_generation()
-        return (answers[0][0], answers[0][1]) if answers[0] else None
+        return answers[0]
 
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._llm.shutdown()
         del self._llm  # its destructor must run while vllm is still importable
+
+    async def _on_workers(self, method: str, argument: Any) -> list[Any]:
+        try:
+            return await self._llm.collective_rpc(method, args=(argument,))  # type: ignore[return-value]
+        except Exception as error:  # of a worker, as vLLM wraps it
+            raise WeightSyncError(f"{method} failed on a worker: {error}") from error
 
     async def _final(self, ids: list[int], params: SamplingParams, request: str) -> Any:
         last = None

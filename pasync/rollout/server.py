@@ -131,10 +131,9 @@ class RolloutServer:
 
     async def _sync(self, message: Sync) -> None:
         began = time.monotonic()
-        held = await self.engine.receive_weights(with_sum=message.with_sum)
+        total = await self.engine.receive_weights(with_sum=message.with_sum)
         self.version = message.version
-        total, abs_total = held or (None, None)
-        await self.channel.send(Synced(self.version, time.monotonic() - began, total, abs_total))
+        await self.channel.send(Synced(self.version, time.monotonic() - began, total))
 
     async def _probe(self, message: Probe) -> None:
         logprobs = await self.engine.score(ints(message.ids).tolist(), f"probe-{message.version}")

@@ -1,35 +1,67 @@
 """Many tensors as few large broadcasts: names and shapes in, flat buckets and the group that carries them out.
 
-    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      one bucket = one broadcast
-    bucket 0 2 4 .. --> buffer 0      bucket 1 3 5 .. --> buffer 1      so that one travels while the other is filled or read
+    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      a bucket is one broadcast; a tensor larger than that travels in pieces
+
+    caller        start 0 | start 1 | wait 0 |    ..          never waits longer than the timeout
+    group thread      | broadcast 0 | broadcast 1 | ..        in the order of the starts, until the device is done
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pasync import device as devices
+from pasync.transport.communicator import communicator
 
 Bucket = list[tuple[str, list[int]]]
-BUFFERS = 2
+Call = Callable[[], None]
+
+
+class Work:
+    """What the group's thread was asked to do."""
+
+    def __init__(self, done: Future[None], timeout_s: float, missing: str) -> None:
+        self._done, self._timeout_s, self._missing = done, timeout_s, missing
+
+    def wait(self) -> None:
+        """Block until it is done.
+
+        Raises:
+            TimeoutError: it was not done after the timeout of the group; says which side may be the one that is missing.
+            RuntimeError: the communicator's own error, such as a connection that a peer has closed.
+        """
+        try:
+            self._done.result(self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"{self._missing} did not take part within {self._timeout_s:g} s") from None
 
 
 class BroadcastGroup:
-    """A process group outside the default one, with the sender as rank 0.
+    """A communicator with the sender as rank 0, made once for a run.
+
+    NCCL and HCCL know no timeout that ends in an exception. So all their calls run on one daemon thread, and whoever waits for it gives
+    up at the timeout; a thread that hangs in a collective ends with the process.
 
     The sender makes the store first (`open_store`) and tells everyone its port; constructing the group then blocks until all are there.
     """
 
-    def __init__(self, kind: str, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        self._store = store  # must outlive the group
-        self._group = devices.process_group(kind, dist.PrefixStore("weights", store), rank, world_size, timeout)
+    def __init__(self, kind: str, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+        self._device, self._timeout_s, self._module = device, timeout_s, torch.get_device_module(device)
+        self._missing = "a server" if rank == 0 else "the trainer or another server"
+        self._store = dist.PrefixStore("weights", store)
+        self._calls: SimpleQueue[tuple[Call, Future[None]]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="broadcasts", daemon=True).start()
+        # Torch's own timeout would only come first in a race, and with NCCL it ends the process.
+        self._submit(partial(self._enter, kind, rank, world_size, timedelta(seconds=2 * timeout_s))).wait()
 
     @staticmethod
     def open_store(host: str, port: int, world_size: int, timeout_s: float, *, is_sender: bool) -> dist.TCPStore:
@@ -37,16 +69,45 @@ class BroadcastGroup:
         timeout = timedelta(seconds=timeout_s)
         return dist.TCPStore(host, port, world_size, is_master=is_sender, timeout=timeout, wait_for_workers=False)
 
-    def start(self, tensor: Tensor) -> dist.Work:
+    def start(self, tensor: Tensor) -> Work:
         """Begin to bring rank 0's tensor to all others and return at once; all ranks must start the same tensors in the same order.
 
-        The tensor may be neither written to nor, off rank 0, read before the returned work's `wait()`. On gloo that blocks until the
-        tensor is there, and raises RuntimeError when a peer is gone or the timeout has passed. On accelerators it returns at once and only
-        puts what the current stream does next behind the broadcast, as `start` puts the broadcast behind what that stream did before.
+        The broadcast begins after what the current stream has been given so far. The tensor may be neither written to nor, off rank 0,
+        read before the returned work's `wait()`.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        return self._group.broadcast([tensor], options)
+        ready = self._module.Event()
+        ready.record()
+        return self._submit(partial(self._broadcast, tensor, ready))
+
+    def _submit(self, call: Call) -> Work:
+        done: Future[None] = Future()
+        self._calls.put((call, done))
+        return Work(done, self._timeout_s, self._missing)
+
+    def _serve(self) -> None:
+        """The thread: woken by `_submit`."""
+        while True:
+            _run(*self._calls.get())  # a function of its own, so that the idle thread keeps no tensor
+
+    def _enter(self, kind: str, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._module.set_device(self._device)  # a thread begins on device 0
+        self._stream = self._module.Stream()
+        self._communicator = communicator(kind, self._store, rank, world_size, self._device, timeout)
+
+    def _broadcast(self, tensor: Tensor, ready: torch.Event) -> None:
+        ready.wait(self._stream)
+        self._communicator.broadcast(tensor, 0, self._stream)
+        done = self._module.Event()
+        done.record(self._stream)
+        done.synchronize()
+
+
+def _run(call: Call, done: Future[None]) -> None:
+    try:
+        call()
+        done.set_result(None)
+    except Exception as error:
+        done.set_exception(error)
 
 
 def plan_buckets(shapes: Bucket, max_numel: int) -> list[Bucket]:
@@ -63,11 +124,9 @@ def plan_buckets(shapes: Bucket, max_numel: int) -> list[Bucket]:
     return buckets
 
 
-def flat_buffers(buckets: list[Bucket], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """One flat tensor per bucket; those of buckets i, i + 2, i + 4 .. share their memory."""
-    sizes = [sum(math.prod(shape) for _, shape in bucket) for bucket in buckets]
-    buffers = [torch.empty(max(sizes[i::BUFFERS], default=0), dtype=dtype, device=device) for i in range(BUFFERS)]
-    return [buffers[i % BUFFERS][:size] for i, size in enumerate(sizes)]
+def bucket_numel(bucket: Bucket) -> int:
+    """Numbers of all its tensors."""
+    return sum(math.prod(shape) for _, shape in bucket)
 
 
 def views(flat: Tensor, bucket: Bucket) -> Iterator[Tensor]:

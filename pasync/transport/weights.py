@@ -1,15 +1,15 @@
 """Weights from training rank 0 to every vLLM worker, once per iteration.
 
-    rank 0: WeightSender.publish  == flat buckets, process-group broadcast (gloo | NCCL | HCCL) ==>  worker: WeightReceiver.receive
+    rank 0: WeightSender.publish  == flat buckets, broadcast (gloo | NCCL | HCCL) ==>  worker: WeightReceiver.receive
 
     sender     fill 0 | fill 1, sum 0 | fill 2, sum 1 | ..        while a bucket travels the next is made ready,
-    transfer          |    bucket 0   |    bucket 1   | ..        and the one before is loaded:
-    receiver                          |     load 0    | ..        two buffers on either side
+    transfer          |    bucket 0   |    bucket 1   | ..        and the one before is loaded
+    receiver                          |     load 0    | ..
 
 The transfer group lies outside torch's default group: rank 0 of it is the trainer, the workers of all servers follow. Names are those
 of the Hugging Face checkpoint; vLLM's own `load_weights` maps them onto its fused layers. Three checks make sure that weights
-which did not arrive are noticed: every server acknowledges the version; the float64 sum over the weights it then holds equals
-the sum over what was sent; and the log-probs of a fixed sequence agree.
+which did not arrive are noticed: every server acknowledges the version; the sum over the bits of the weights it then holds equals
+that over what was sent; and the log-probs of a fixed sequence agree.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pasync import device as devices
 from pasync.config import Config
 from pasync.errors import WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes, floats, int_bytes
-from pasync.transport.broadcast import BUFFERS, BroadcastGroup, Bucket, flat_buffers, plan_buckets, views
+from pasync.transport.broadcast import BroadcastGroup, Bucket, Work, bucket_numel, plan_buckets, views
 
-SUM_PIECE = {"cpu": 1 << 16}
-"""Numbers that `sums` converts at a time, by type of device: on cpu what stays in a core's cache, elsewhere 16M, few kernel launches."""
+Item = TypeVar("Item")
+BITS = {2: torch.int16, 4: torch.int32}
+SUM_MODULUS = 1 << 32
+SUM_PIECE = {"cpu": 1 << 15}
+"""Numbers that `checksum` takes at a time, by type of device: on cpu what stays in a core's cache, elsewhere 16M, few kernel launches."""
 
 
 class Servers(Protocol):
@@ -59,8 +61,9 @@ class WeightSender:
         self.config, self.servers = config, servers
         self._first: int | None = None  # version of the first sync: a continued run does not begin at 0
         self.dtype = getattr(torch, config.server_dtype)
-        self.buckets = plan_buckets(shapes, config.sync.bucket_bytes // self.dtype.itemsize)
-        self._flats = flat_buffers(self.buckets, self.dtype, devices.torch_device(kind, 0))
+        self.device = devices.torch_device(kind, 0)
+        self.max_numel = config.sync.bucket_bytes // self.dtype.itemsize
+        self.buckets = plan_buckets(shapes, self.max_numel)
         self.group = self._join(kind)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -69,8 +72,9 @@ class WeightSender:
         Waits for the servers, at most `sync.deadline_s` for every bucket and again for the acknowledgements.
 
         Args:
-            weights: (name, tensor) in the order of `shapes`, made as slowly as they need to be: a tensor is copied at once and may be
-                reused for the next. Taken to the end, on the calling thread, while buckets before are on their way.
+            weights: (name, tensor) in the order of `shapes`, made as slowly as they need to be. Taken to the end, on the calling thread,
+                while buckets before are on their way. Large tensors are sent from where they lie: none may be written to before
+                this returns.
 
         Raises:
             RolloutError: requests are still in flight.
@@ -81,13 +85,13 @@ class WeightSender:
         with_sum = self.due(version)
         for name in self.servers.names:
             self.servers.tell(name, Sync(version=version, with_sum=with_sum))
-        total, abs_total = self._send(weights, with_sum, version)
+        total = self._send(weights, with_sum, version)
         synced = self.servers.replies(Synced, deadline_s=self.config.sync.deadline_s)
         for name, reply in synced.items():
             if reply.version != version:
                 raise WeightSyncError(f"{name} acknowledged version {reply.version} instead of {version}")
-            if reply.weight_sum is not None:
-                _compare_sums(name, version, (total, abs_total), (reply.weight_sum, reply.weight_abs_sum))
+            if reply.weight_sum not in (None, total):
+                raise WeightSyncError(f"{name} holds weights whose bits sum to {reply.weight_sum} after sync {version}, sent were {total}")
 
     def due(self, version: int) -> bool:
         """Whether this version is one that is checked (`sync.probe_every`); the first sync of a run always is."""
@@ -125,85 +129,96 @@ class WeightSender:
         world = 1 + width * len(self.servers.names)
         store = BroadcastGroup.open_store("127.0.0.1", 0, world, limit, is_sender=True)
         for i, name in enumerate(self.servers.names):
-            self.servers.tell(name, Join("127.0.0.1", store.port, 1 + i * width, world, limit, self.buckets))
+            self.servers.tell(name, Join("127.0.0.1", store.port, 1 + i * width, world, limit, self.buckets, self.max_numel))
         with _naming("joining the transfer group", self.servers.failure):
-            group = BroadcastGroup(kind, store, 0, world, limit)
+            group = BroadcastGroup(kind, store, 0, world, self.device, limit)
         self.servers.replies(Joined, deadline_s=limit)
         return group
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], with_sum: bool, version: int) -> tuple[float, float]:
-        source, total, abs_total = iter(weights), 0.0, 0.0
+    def _send(self, weights: Iterable[tuple[str, Tensor]], with_sum: bool, version: int) -> int:
+        source, total = iter(weights), 0
         collecting = f"collecting the weights of version {version}"
-        works: deque[dist.Work] = deque()  # of the broadcasts under way
+        under_way: deque[tuple[Work, Tensor]] = deque()
         with _naming(f"sending version {version}", self.servers.failure):
-            for bucket, flat in zip(self.buckets, self._flats, strict=True):
-                if len(works) == BUFFERS:
-                    works.popleft().wait()  # or the bucket before the last one would be overwritten on its way
+            for bucket in self.buckets:
                 with _naming(collecting):
-                    _fill(flat, bucket, source)
-                works.append(self.group.start(flat))
-                if with_sum:
-                    bucket_total, bucket_abs_total = sums([flat])
-                    total, abs_total = total + bucket_total, abs_total + bucket_abs_total
+                    flat = self._flat(bucket, source)
+                for piece in flat.split(self.max_numel):
+                    under_way.append((self.group.start(piece), piece))
+                    if with_sum:
+                        total += checksum([piece])
+                    if len(under_way) > 1:
+                        under_way.popleft()[0].wait()
             with _naming(collecting):
                 _require_end(source)
-            for work in works:
+            for work, _ in under_way:
                 work.wait()
-        return total, abs_total
+        return total % SUM_MODULUS
+
+    def _flat(self, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> Tensor:
+        """The next tensors of `source` as one: copied into a new one, a large tensor itself if it is of the servers' type."""
+        tensors = [_take(source, name, shape) for name, shape in bucket]
+        if bucket_numel(bucket) > self.max_numel:
+            return tensors[0].to(self.device, self.dtype).flatten()
+        flat = torch.empty(bucket_numel(bucket), dtype=self.dtype, device=self.device)
+        for view, tensor in zip(views(flat, bucket), tensors, strict=True):
+            view.copy_(tensor)
+        return flat
 
 
 class WeightReceiver:
     """Lives in every vLLM worker; one call of `receive` takes one version."""
 
     def __init__(self, kind: str, join: dict[str, Any], rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        store = BroadcastGroup.open_store(join["host"], join["port"], join["world_size"], join["timeout_s"], is_sender=False)
-        self.group = BroadcastGroup(kind, store, join["rank_offset"] + rank, join["world_size"], join["timeout_s"])
+        self.device, self.dtype = device, dtype
         self.buckets: list[Bucket] = join["buckets"]
-        self._flats = flat_buffers(self.buckets, dtype, device)
+        self.max_numel: int = join["max_numel"]
+        world, limit = join["world_size"], join["timeout_s"]
+        store = BroadcastGroup.open_store(join["host"], join["port"], world, limit, is_sender=False)
+        self.group = BroadcastGroup(kind, store, join["rank_offset"] + rank, world, device, limit)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every weight; a tensor is overwritten once the next bucket's first one is asked for.
+        """Yield (name, tensor) of every weight.
 
-        Waits for each bucket, at most the timeout of the group. The next one arrives meanwhile, in the other buffer.
+        Waits for each broadcast, at most the timeout of the group. The next bucket arrives while one is yielded.
 
         Raises:
-            RuntimeError: the sender is gone or late.
+            TimeoutError, RuntimeError: the sender is late or gone.
         """
-        # What the caller did with a buffer is over before the broadcast that overwrites it: on cpu it is done when the generator
-        # continues, on accelerators `start` queues the broadcast behind the caller's copies on the current stream.
-        coming = self.group.start(self._flats[0])
-        for i, bucket in enumerate(self.buckets):
-            work = coming
-            if i + 1 < len(self.buckets):
-                coming = self.group.start(self._flats[i + 1])
-            work.wait()
-            yield from zip((name for name, _ in bucket), views(self._flats[i], bucket), strict=True)
+        for bucket, (flat, works) in zip(self.buckets, _one_ahead(map(self._start, self.buckets)), strict=True):
+            for work in works:
+                work.wait()
+            yield from zip((name for name, _ in bucket), views(flat, bucket), strict=True)
+
+    def _start(self, bucket: Bucket) -> tuple[Tensor, list[Work]]:
+        flat = torch.empty(bucket_numel(bucket), dtype=self.dtype, device=self.device)
+        return flat, [self.group.start(piece) for piece in flat.split(self.max_numel)]
 
 
-def sums(tensors: Iterable[Tensor]) -> tuple[float, float]:
-    """Float64 sum, and sum of absolute values, over all elements."""
-    total = abs_total = 0.0
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Sum over the bit patterns of all numbers, modulo 2^32: exact, whatever their order."""
+    total = 0
     for t in tensors:
-        for part in t.flatten().split(SUM_PIECE.get(t.device.type, 1 << 24)):  # beats torch's own sum(dtype=float64) by 5x on cpu
-            wide = part.double()
-            total += wide.sum().item()
-            abs_total += wide.abs_().sum().item()
-    return total, abs_total
+        bits = t.flatten().view(BITS[t.dtype.itemsize])
+        for part in bits.split(SUM_PIECE.get(t.device.type, 1 << 24)):
+            total += part.int().sum(dtype=torch.int32).item()
+    return total % SUM_MODULUS
 
 
-def _compare_sums(name: str, version: int, sent: tuple[float, float], held: tuple[float, float]) -> None:
-    # Both are float64 sums of the same numbers in different order; 1e-12 is far above that rounding and below one optimizer step.
-    if any(not abs(a - b) <= 1e-12 * sent[1] for a, b in zip(sent, held, strict=True)):
-        raise WeightSyncError(f"{name} holds weights that sum to {held} after sync {version}, sent were {sent} (sum, sum of |w|)")
+def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, each given when the one after it has been made."""
+    ahead = next(items)
+    for item in items:
+        yield ahead
+        ahead = item
+    yield ahead
 
 
-def _fill(flat: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy the next tensors of `source` into a bucket."""
-    for (name, shape), view in zip(bucket, views(flat, bucket), strict=True):
-        given, tensor = next(source, ("nothing", view))
-        if (given, list(tensor.shape)) != (name, shape):
-            raise ValueError(f"{given} {list(tensor.shape)} came where {name} {shape} was planned")
-        view.copy_(tensor)
+def _take(source: Iterator[tuple[str, Tensor]], name: str, shape: list[int]) -> Tensor:
+    given, tensor = next(source, ("nothing", torch.empty(shape, device="meta")))
+    if (given, list(tensor.shape)) != (name, shape):
+        raise ValueError(f"{given} {list(tensor.shape)} came where {name} {shape} was planned")
+    return tensor
 
 
 def _require_end(source: Iterator[tuple[str, Tensor]]) -> None:
@@ -216,7 +231,7 @@ def _naming(doing: str, failure: Callable[..., Exception | None] | None = None) 
     """Raise what fails inside as a WeightSyncError that says what was being done (innermost) and why it failed.
 
     Args:
-        failure: the servers' own word (`Servers.failure`): it explains a broken transfer better than the transfer's error.
+        failure: the servers' own word (`Servers.failure`), which often explains more than the transfer's error on this side.
     """
     began = time.monotonic()
     try:
@@ -224,5 +239,7 @@ def _naming(doing: str, failure: Callable[..., Exception | None] | None = None) 
     except WeightSyncError:
         raise
     except Exception as error:
-        cause = (failure and failure(wait_s=1.0)) or f"{type(error).__name__}: {error}".splitlines()[0]
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        if word := failure and failure(wait_s=1.0):
+            cause = f"{word} (here: {cause})"
         raise WeightSyncError(f"{doing} failed after {time.monotonic() - began:.1f} s: {cause}") from error
