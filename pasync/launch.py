@@ -24,7 +24,7 @@ from pasync import estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
-from pasync.geometry import Geometry, read_geometry
+from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
@@ -43,11 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load(args.config, args.overrides, partial(machine_problems, dry_run=args.dry_run))
         placement = placed(config, args.dry_run)
+        for text in devices.left_out(placement.kind):
+            print(text, file=sys.stderr)
         if args.dry_run:
             print(description(config, placement))
             print(memory(config, placement.kind))
             return 0
-        return launch(config, placement, run_commands)
+        return launch(config, placement, partial(run_commands, config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2
@@ -60,11 +62,15 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
     """What this machine lacks for the configuration. A dry run may assume devices, data and a model that are not there."""
     kind, ids = _devices(config, dry_run)
     found = misfits(config, kind, ids)
+    found += devices.left_out(kind) if found else []
+    found += devices.environment_problems(kind, exact=_exact(config))
+    if not dry_run or kind == devices.detect():
+        found += devices.device_problems(kind)
     if dry_run:
         return found
     found += prepare.problems(config) + _missing_data(config)
-    geometry = _geometry(config)
-    return found if isinstance(geometry, str) or kind != "cpu" else found + estimate.problems(config, geometry, _machine(config, kind))
+    geometry, _ = _geometry(config)
+    return found + estimate.problems(config, geometry, _machine(config, kind)) if geometry and kind == "cpu" else found
 
 
 def placed(config: Config, dry_run: bool) -> Placement:
@@ -75,8 +81,8 @@ def placed(config: Config, dry_run: bool) -> Placement:
 def description(config: Config, placement: Placement) -> str:
     """The resolved configuration and, process by process, devices and environment."""
     lines = [yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), f"devices ({placement.kind})"]
-    rows = [(f"rank-{i}", ids, _rank_environment(placement)) for i, ids in enumerate(placement.ranks)]
-    rows += [(f"server-{i}", ids, _server_environment(placement, i)) for i, ids in enumerate(placement.servers)]
+    rows = [(f"rank-{i}", ids, _rank_environment(config, placement)) for i, ids in enumerate(placement.ranks)]
+    rows += [(f"server-{i}", ids, _server_environment(config, placement, i)) for i, ids in enumerate(placement.servers)]
     for name, ids, env in rows:
         lines.append(f"  {name:<10} {placement.kind} {', '.join(map(str, ids))}")
         lines += [f"    {key}={value}" for key, value in env.items()]
@@ -85,8 +91,8 @@ def description(config: Config, placement: Placement) -> str:
 
 def memory(config: Config, kind: str) -> str:
     """The estimate for every process, and what to change if it does not fit; or why there is none."""
-    geometry = _geometry(config)
-    return f"memory: {geometry}" if isinstance(geometry, str) else estimate.report(config, geometry, _machine(config, kind))
+    geometry, note = _geometry(config)
+    return "\n".join([note] * bool(note) + ([estimate.report(config, geometry, _machine(config, kind))] if geometry else []))
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:
@@ -120,15 +126,15 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
     return 0
 
 
-def run_commands(placement: Placement, run: Path) -> list[Command]:
+def run_commands(config: Config, placement: Placement, run: Path) -> list[Command]:
     """One server process each, and torchrun for all ranks; on cpu bound to their cores."""
     on_cpu, commands = placement.kind == "cpu", []
     for i, ids in enumerate(placement.servers):
         argv = [sys.executable, "-m", "pasync.serve", str(run), str(i)]
-        commands.append(Command(f"server-{i}", argv, _server_environment(placement, i), ids if on_cpu else []))
+        commands.append(Command(f"server-{i}", argv, _server_environment(config, placement, i), ids if on_cpu else []))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(placement.ranks)}"]
     cores = sorted({i for ids in placement.ranks for i in ids}) if on_cpu else []
-    return [*commands, Command("ranks", [*torchrun, "-m", "pasync.train", str(run)], _rank_environment(placement), cores)]
+    return [*commands, Command("ranks", [*torchrun, "-m", "pasync.train", str(run)], _rank_environment(config, placement), cores)]
 
 
 def new_run_folder(config: Config) -> Path:
@@ -156,16 +162,19 @@ def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:
     return kind, list(range(config.device.count or 0)) if dry_run and not ids else ids
 
 
-def _geometry(config: Config) -> Geometry | str:
-    """Sizes of the model, or why they are not known."""
+def _geometry(config: Config) -> tuple[Geometry | None, str]:
+    """(sizes of the model, "") or, if there is no such folder, (sizes as published if it is a known one, why)."""
     try:
-        return read_geometry(prepare.folder(config.model.path))
+        return read_geometry(prepare.folder(config.model.path)), ""
     except ConfigError as error:
-        return str(error)
+        published = PUBLISHED.get(Path(config.model.path).name)
+        return published, f"memory: {error}" + "; sizes below are ASSUMED to be those of the published model" * bool(published)
 
 
 def _machine(config: Config, kind: str) -> estimate.Machine:
-    return estimate.Machine(kind, config.device.count or len(devices.device_ids(kind)), devices.memory_bytes(kind))
+    there = devices.memory_bytes(kind)
+    count = config.device.count or len(devices.device_ids(kind))
+    return estimate.Machine(kind, count, there or devices.NOMINAL_BYTES[kind], assumed=there is None)
 
 
 def _with_model(config: Config, processes: Supervisor) -> Config:
@@ -178,14 +187,22 @@ def _with_model(config: Config, processes: Supervisor) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(prepare.folder(name).resolve())})})
 
 
-def _server_environment(placement: Placement, index: int) -> dict[str, str]:
-    return devices.process_environment(placement.kind, placement.servers[index], "server")
+def _server_environment(config: Config, placement: Placement, index: int) -> dict[str, str]:
+    return _environment(config, placement, placement.servers[index], "server")
 
 
-def _rank_environment(placement: Placement) -> dict[str, str]:
+def _rank_environment(config: Config, placement: Placement) -> dict[str, str]:
     """Of torchrun and so of every rank: all their devices, of which a rank takes its own; or the cores of the smallest."""
     every = [i for ids in placement.ranks for i in ids]
-    return devices.process_environment(placement.kind, min(placement.ranks, key=len) if placement.kind == "cpu" else every, "rank")
+    return _environment(config, placement, min(placement.ranks, key=len) if placement.kind == "cpu" else every, "rank")
+
+
+def _environment(config: Config, placement: Placement, ids: list[int], role: devices.Role) -> dict[str, str]:
+    return devices.process_environment(placement.kind, ids, role, exact=_exact(config), deadline_s=config.parallel.deadline_s)
+
+
+def _exact(config: Config) -> bool:
+    return config.parallel.accumulate == "exact"
 
 
 def _free_port() -> int:

@@ -18,7 +18,6 @@ from pasync.device import memory_bytes
 from pasync.errors import ConfigError
 from pasync.estimate import (
     KEPT_LOGITS_BYTES,
-    LOGITS_BLOCK,
     SMALLEST_LOGITS_BLOCK,
     Machine,
     advice,
@@ -85,7 +84,7 @@ def test_a_folder_without_a_known_model_is_an_error(tmp_path: Path, text: str | 
 
 
 def test_constants_are_those_of_the_log_probs() -> None:
-    assert (logprob.KEPT_BYTES, logprob.TILE, logprob.SMALLEST_BLOCK) == (KEPT_LOGITS_BYTES, LOGITS_BLOCK, SMALLEST_LOGITS_BLOCK)
+    assert (logprob.KEPT_BYTES, logprob.SMALLEST_BLOCK) == (KEPT_LOGITS_BYTES, SMALLEST_LOGITS_BLOCK)
 
 
 def random_model(family: str, dtype: torch.dtype, layers: int, again: bool = False) -> torch.nn.Module:

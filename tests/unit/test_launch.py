@@ -106,11 +106,11 @@ def test_a_model_that_is_nowhere_ends_with_2(config_file: Path) -> None:
 
 
 def test_a_run_that_ends_well_shows_said_lines_and_leaves_a_loadable_configuration(config_file: Path) -> None:
-    ranks = UP + "import os; say(f'rank {os.environ.get(\"RANK\")}')"
-    code, lines = ended(start(config_file, UP, "-c", ranks), config_file)
+    rank = UP + "import os; say(f'rank {os.environ.get(\"RANK\")}')"
+    code, lines = ended(start(config_file, rank, "-c", rank), config_file)
     run = config_file.parent / "run"
     assert code == 0 and lines[-1] == f"done: {run}"
-    assert "server-0 | up" in lines and "rank None" in lines, "an outer torchrun's variables must not leak in"
+    assert "server-0 | up" in lines and "server-0 | rank None" in lines and "rank None" in lines, "an outer torchrun's variables must not leak in"
     assert load(run / "config.yaml").run.dir == str(run)
     assert (config_file.parent / "runs" / "latest").resolve() == run
 
