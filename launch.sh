@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train as a configuration says:  bash launch.sh configs/demo_cpu.yaml [key.sub=value ...] [--dry-run]
+# Train as a configuration says:  bash launch.sh configs/demo_cpu.yaml [key.sub=value ...] [--dry-run] [--node-rank N --address HOST:PORT]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -27,7 +27,7 @@ set_up_cann() {  # what torch_npu loads: the toolkit, and NNAL's operators for t
 }
 
 if [[ $# -eq 0 ]]; then
-    echo "usage: bash launch.sh CONFIG.yaml [key.sub=value ...] [--dry-run]     (configurations: $here/configs)" >&2
+    echo "usage: bash launch.sh CONFIG.yaml [key.sub=value ...] [--dry-run] [--node-rank N --address HOST:PORT]     (configurations: $here/configs)" >&2
     exit 2
 fi
 python=$(bash "$here/setup.sh")

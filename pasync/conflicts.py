@@ -25,6 +25,9 @@ def conflicts(config: Config) -> list[str]:
         found.append(f"algorithm.batch_groups={groups}: must be a multiple of the data-parallel replicas={c.replicas}")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
+    for key, value in (("device.count", c.device.count), ("run.dir", c.run.dir)):
+        if c.device.nodes > 1 and value is None:
+            found.append(f"{key}=null: must be given with device.nodes={c.device.nodes}, the same on every node")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:
