@@ -27,7 +27,8 @@ set_up_cann() {  # what torch_npu loads: the toolkit, and NNAL's operators for t
 }
 
 if [[ $# -eq 0 ]]; then
-    echo "usage: bash launch.sh CONFIG.yaml [key.sub=value ...] [--dry-run] [--node-rank N --address HOST:PORT]     (configurations: $here/configs)" >&2
+    echo "usage: bash launch.sh CONFIG.yaml [key.sub=value ...] [--dry-run] [--node-rank N --address HOST:PORT]" >&2
+    echo "configurations: $here/configs" >&2
     exit 2
 fi
 python=$(bash "$here/setup.sh")
