@@ -20,7 +20,7 @@ def mapping(ids: list[int]) -> str:
 
 def health(npu: int, state: str) -> str:
     """`npu-smi info -t health -i N`."""
-    rows = {"NPU ID": npu, "Chip Count": 1, "Chip ID": 0, "Health Status": state, "Chip Name": "Ascend 910B3"}
+    rows = {"NPU ID": npu, "Chip Count": 1, "Chip ID": 0, "Health Status": state, "Error Code": "NA", "Error Information": "NA"}
     return "".join(f"\t{name:<31}: {value}\n" for name, value in rows.items())
 
 

@@ -134,6 +134,8 @@ def test_a_server_tells_vllm_ascend_a_version_it_can_compare(monkeypatch: pytest
 
 def test_chips_have_logic_ids_and_controllers_have_none() -> None:
     assert npu_smi.chips(fake_npus.mapping([4, 5, 7])) == {(4, 0): 0, (5, 0): 1, (7, 0): 2}
+    newer = "NPU ID  Chip ID  Chip Logic ID  Chip Phy-ID  Chip Name\n8  0  0  16  Ascend910\n8  1  1  17  Ascend910\n8  2  -  -  Mcu\n"
+    assert npu_smi.chips(newer) == {(8, 0): 0, (8, 1): 1}
     assert npu_smi.chips("npu-smi: command failed") == {}
 
 
