@@ -95,7 +95,7 @@ class RolloutConfig(Section):
     silence_s: float = Field(30.0, gt=0)
     """A server not heard of for so long is given up."""
     start_s: float = Field(300.0, gt=0)
-    """Longest wait for all servers to be ready."""
+    """Longest wait for all servers to be ready, and of a ready one for the trainer."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for the next finished group."""
     source: str = "live"
@@ -216,7 +216,9 @@ class DeviceConfig(Section):
     kind: Kind = "auto"
     """`auto` takes npu before cuda before cpu."""
     count: int | None = Field(None, ge=1)
-    """Devices (cpu: cores) to use; unset means all that are there."""
+    """Devices (cpu: cores) to use, on each node; unset means all that are there."""
+    nodes: int = Field(1, ge=1)
+    """Hosts with `count` devices each: training ranks fill the first ones, servers follow. Every host runs launch.sh for its part."""
 
 
 class RunConfig(Section):

@@ -29,6 +29,9 @@ def conflicts(config: Config) -> list[str]:
         found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
+    for key, value in (("device.count", c.device.count), ("run.dir", c.run.dir)):
+        if c.device.nodes > 1 and value is None:
+            found.append(f"{key}=null: must be given with device.nodes={c.device.nodes}, the same on every node")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:

@@ -23,9 +23,8 @@ from pasync.geometry import Geometry
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 KEPT_LOGITS_BYTES = 768 << 20
-LOGITS_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26, "npu": 1 << 26}
 SMALLEST_LOGITS_BLOCK = 256
-"""These three as in `pasync.model.logprob`, which loads torch."""
+"""These two as in `pasync.model.logprob`, which loads torch."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,8 @@ class Machine:
     """Devices that the run may use."""
     memory_bytes: int | None
     """Of each device; on cpu of the whole machine; None if unknown."""
+    assumed: bool = False
+    """The memory is that of a usual device, as none could be asked."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def micro_batch_bytes(config: Config, geometry: Geometry, kind: str) -> int:
     layer, layers = g.layer_row_bytes(item, shards), -(-g.layers // stages)
     kept = rows * stages * (layers * (item * g.hidden if again else layer) + 2 * item * g.head_size)
     logits = predicting * g.vocabulary // shards
-    block = min(logits, max(LOGITS_BLOCK[kind], SMALLEST_LOGITS_BLOCK * predicting))
+    block = min(logits, max(devices.LOGITS_BLOCK[kind], SMALLEST_LOGITS_BLOCK * predicting))
     in_head = rows * (4 + item) * g.hidden + predicting * (4 + item) * g.hidden + min(KEPT_LOGITS_BYTES, logits * item) + 3 * 4 * block
     in_layer = rows * (again * layer + item * (2 * g.intermediate // shards + g.hidden))
     exact = 16 if config.parallel.accumulate == "exact" else 0  # a parameter's gradient in float64 and in int64
@@ -228,7 +229,8 @@ def report(config: Config, geometry: Geometry, machine: Machine) -> str:
     if machine.kind == "cpu":
         lines.append(f"  {'all processes':<14} {_size(pools(config, geometry, machine)['run'])}")
     there = f"{'unknown':>10}" if machine.memory_bytes is None else _size(machine.memory_bytes)
-    lines.append(f"  {'this machine' if machine.kind == 'cpu' else 'each device':<14} {there}")
+    assumed = f"  ASSUMED: no {machine.kind} device can be asked here" * machine.assumed
+    lines.append(f"  {'this machine' if machine.kind == 'cpu' else 'each device':<14} {there}{assumed}")
     return "\n".join(lines + [f"  {text}" for text in warnings(config, geometry, machine)])
 
 
@@ -341,14 +343,14 @@ def _update_bytes(config: Config, numbers: int, kind: str) -> int:
     """The worst of an optimizer step: reducing gradients, AdamW, and writing the weights (with fsdp, neither first nor last).
 
     With n / W numbers in a slice: the reduced gradient 4; in reducing, gloo's copy of the whole sum (4 W, exact 8 W) and exact's
-    float64 (16); AdamW on npu two temporaries (8); the slice in the weights' type (s, none in float32) and all slices of it (s W).
+    float64 (16); AdamW its temporaries; the slice in the weights' type (s, none in float32) and all slices of it (s W).
     """
     item, ranks, exact = ITEM_BYTES[config.model.dtype], config.replicas, config.parallel.accumulate == "exact"
     alone = ranks == 1 or config.parallel.data == "fsdp"
     gradient = 0 if ranks == 1 and not exact else 4
     reducing = (8 if exact else 4) * ranks * (kind == "cpu" and not alone) + 16 * exact
     writing = item * (item < 4) * (config.parallel.data == "zero1") + item * ranks * (not alone)
-    return numbers // ranks * (gradient + max(reducing, 8 * (kind == "npu"), writing))
+    return numbers // ranks * (gradient + max(reducing, devices.ADAMW_TEMPORARY_BYTES[kind], writing))
 
 
 def _size(size_bytes: int) -> str:

@@ -82,6 +82,14 @@ class Geometry:
         return 2 * (4 + 2 * item_bytes) * self.hidden + cut // shards
 
 
+PUBLISHED = {
+    "Qwen2.5-7B-Instruct": Geometry(3584, 18944, 28, 28, 4, 128, 152064, False, True, False, False, False),
+    "Qwen3-8B": Geometry(4096, 12288, 36, 32, 8, 128, 151936, False, False, False, False, True),
+    "DeepSeek-R1-Distill-Qwen-32B": Geometry(5120, 27648, 64, 40, 8, 128, 152064, False, True, False, False, False),
+}
+"""Models of configs/ by the name of their folder, as their config.json says: they can be planned for before they are there."""
+
+
 def read_geometry(folder: Path) -> Geometry:
     """Sizes of the model in `folder`, from its config.json.
 

@@ -2,6 +2,9 @@
 
     config, devices --place--> run folder --> [model made once] --> guard, N x pasync.serve, torchrun -m pasync.train
 
+Of several nodes each runs its own launcher with `--node-rank N --address HOST:PORT`, and starts what is placed on it. Node 0 makes the
+keys that the others' servers need; their own logs are in <run folder>/node-N.
+
 Exit codes: 0 trained to the end, 1 something failed, 2 the configuration cannot work, 130 Ctrl-C, 143 SIGTERM.
 """
 
@@ -14,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,11 +28,12 @@ from pasync import estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
-from pasync.geometry import Geometry, read_geometry
+from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
 from pasync.supervisor import Command, RunFailed, Stopped, Supervisor
+from pasync.transport.channel import Keys
 
 STOP_WORDS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Terminated"}
 
@@ -39,15 +44,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replaces a value of the file")
     parser.add_argument("--dry-run", action="store_true", help="show the configuration and who runs where, start nothing")
+    parser.add_argument("--node-rank", type=int, metavar="N", help="which of device.nodes this is, from 0")
+    parser.add_argument("--address", metavar="HOST:PORT", help="of node 0, where the others meet it; PORT + 1 must be free too")
     args = parser.parse_intermixed_args(argv)
     try:
         config = load(args.config, args.overrides, partial(machine_problems, dry_run=args.dry_run))
-        placement = placed(config, args.dry_run)
+        placement = placed(config, args.dry_run, args.node_rank, args.address)
+        for text in devices.left_out(placement.kind):
+            print(text, file=sys.stderr)
         if args.dry_run:
             print(description(config, placement))
             print(memory(config, placement.kind))
             return 0
-        return launch(config, placement, run_commands)
+        return launch(config, placement, partial(run_commands, config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2
@@ -60,33 +69,56 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
     """What this machine lacks for the configuration. A dry run may assume devices, data and a model that are not there."""
     kind, ids = _devices(config, dry_run)
     found = misfits(config, kind, ids)
+    found += devices.left_out(kind) if found else []
+    found += devices.environment_problems(kind, exact=_exact(config))
+    if not dry_run or kind == devices.detect():
+        found += devices.device_problems(kind)
     if dry_run:
         return found
     found += prepare.problems(config) + _missing_data(config)
-    geometry = _geometry(config)
-    return found if isinstance(geometry, str) or kind != "cpu" else found + estimate.problems(config, geometry, _machine(config, kind))
+    geometry, _ = _geometry(config)
+    return found + estimate.problems(config, geometry, _machine(config, kind)) if geometry and kind == "cpu" else found
 
 
-def placed(config: Config, dry_run: bool) -> Placement:
-    """Who runs on which devices, and the trainer's address: a port that is free now. Raises ConfigError."""
-    return place(config, *_devices(config, dry_run), f"tcp://127.0.0.1:{_free_port()}")
+def placed(config: Config, dry_run: bool, node: int | None = None, meeting: str | None = None) -> Placement:
+    """Who runs on which devices, and the trainer's address.
+
+    Args:
+        dry_run: whether devices may be assumed, and an address.
+        node: which of several nodes this is.
+        meeting: HOST:PORT of node 0; on one node a port of loopback that is free now.
+
+    Raises:
+        ConfigError: it does not fit, or not both or neither of `node` and `meeting` are given as `device.nodes` needs.
+    """
+    nodes = config.device.nodes
+    if nodes == 1 and (node is not None or meeting):
+        raise ConfigError("device.nodes=1: --node-rank and --address are for several")
+    if nodes == 1 or (dry_run and not meeting):
+        return place(config, *_devices(config, dry_run), f"tcp://127.0.0.1:{_free_port()}", node or 0)
+    if node is None or node not in range(nodes) or not meeting:
+        raise ConfigError(f"device.nodes={nodes}: each is started with --node-rank, 0 to {nodes - 1}, and --address HOST:PORT of node 0")
+    return place(config, *_devices(config, dry_run), f"tcp://{_resolved(meeting)}", node)
 
 
 def description(config: Config, placement: Placement) -> str:
     """The resolved configuration and, process by process, devices and environment."""
     lines = [yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), f"devices ({placement.kind})"]
-    rows = [(f"rank-{i}", ids, _rank_environment(placement)) for i, ids in enumerate(placement.ranks)]
-    rows += [(f"server-{i}", ids, _server_environment(placement, i)) for i, ids in enumerate(placement.servers)]
-    for name, ids, env in rows:
-        lines.append(f"  {name:<10} {placement.kind} {', '.join(map(str, ids))}")
-        lines += [f"    {key}={value}" for key, value in env.items()]
+    for node in range(config.device.nodes):
+        ranks, servers = placement.ranks_on(node), placement.servers_on(node)
+        rows = [(f"rank-{i}", placement.ranks[i], _rank_environment(config, placement, node)) for i in ranks]
+        rows += [(f"server-{i}", placement.servers[i], _server_environment(config, placement, i)) for i in servers]
+        for name, ids, env in rows:
+            where = f"node {node}, " * (config.device.nodes > 1)
+            lines.append(f"  {name:<10} {where}{placement.kind} {', '.join(map(str, ids))}")
+            lines += [f"    {key}={value}" for key, value in env.items()]
     return "\n".join(lines)
 
 
 def memory(config: Config, kind: str) -> str:
     """The estimate for every process, and what to change if it does not fit; or why there is none."""
-    geometry = _geometry(config)
-    return f"memory: {geometry}" if isinstance(geometry, str) else estimate.report(config, geometry, _machine(config, kind))
+    geometry, note = _geometry(config)
+    return "\n".join([note] * bool(note) + ([estimate.report(config, geometry, _machine(config, kind))] if geometry else []))
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:
@@ -97,18 +129,21 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
         placement: where its processes run.
         commands: what to start; the last one is the work, and the run ends with it.
     """
-    run = new_run_folder(config)
+    whole = new_run_folder(config)
+    run = whole / f"node-{placement.node}" if placement.node else whole
     screen = Screen()
     try:
         with Supervisor(run, screen) as processes:
             screen.say(f"run folder: {run}")
-            config = _with_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})}), processes)
+            config = _with_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(whole)})}), processes)
+            if config.device.nodes > 1:
+                placement = replace(placement, keys=str(_keys(config, placement.node, whole, processes)))
             save(config, run / "config.yaml")
             placement.save(run / "placement.json")
-            ranks = [processes.start(command) for command in commands(placement, run)][-1]
-            if placement.servers:
+            work = [processes.start(command) for command in commands(placement, run)][-1]
+            if placement.servers and not placement.node:  # rank 0 says how this goes on
                 screen.show(Progress("starting servers", 0, len(placement.servers)))
-            processes.wait_for(ranks)
+            processes.wait_for(work)
             processes.let_finish()  # the trainer has told the servers to stop
     except RunFailed as failed:
         print(f"{failed.failure.error}: {failed.failure.message}\nlog: {failed.failure.log} ({failed.failure.process})", file=sys.stderr)
@@ -120,15 +155,21 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
     return 0
 
 
-def run_commands(placement: Placement, run: Path) -> list[Command]:
-    """One server process each, and torchrun for all ranks; on cpu bound to their cores."""
-    on_cpu, commands = placement.kind == "cpu", []
-    for i, ids in enumerate(placement.servers):
+def run_commands(config: Config, placement: Placement, run: Path) -> list[Command]:
+    """What this node starts: one server process each, and torchrun for all ranks; on cpu bound to their cores."""
+    on_cpu, commands, node = placement.kind == "cpu", [], placement.node
+    for i in placement.servers_on(node):
         argv = [sys.executable, "-m", "pasync.serve", str(run), str(i)]
-        commands.append(Command(f"server-{i}", argv, _server_environment(placement, i), ids if on_cpu else []))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(placement.ranks)}"]
-    cores = sorted({i for ids in placement.ranks for i in ids}) if on_cpu else []
-    return [*commands, Command("ranks", [*torchrun, "-m", "pasync.train", str(run)], _rank_environment(placement), cores)]
+        commands.append(Command(f"server-{i}", argv, _server_environment(config, placement, i), placement.servers[i] if on_cpu else []))
+    ranks = [placement.ranks[i] for i in placement.ranks_on(node)]
+    if not ranks:
+        return commands
+    meet, nodes = ["--standalone"], len(set(placement.rank_nodes))
+    if nodes > 1:
+        meet = [f"--nnodes={nodes}", f"--node-rank={node}", "--rdzv-backend=static", f"--rdzv-endpoint={placement.rendezvous}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meet, f"--nproc-per-node={len(ranks)}", "-m", "pasync.train", str(run)]
+    cores = sorted({i for ids in ranks for i in ids}) if on_cpu else []
+    return [*commands, Command("ranks", torchrun, _rank_environment(config, placement, node), cores)]
 
 
 def new_run_folder(config: Config) -> Path:
@@ -141,6 +182,16 @@ def new_run_folder(config: Config) -> Path:
     draft.symlink_to(os.path.relpath(run, parent) if run.is_relative_to(parent) else run)
     draft.replace(parent / "latest")
     return run
+
+
+def _keys(config: Config, node: int, whole: Path, processes: Supervisor) -> Path:
+    """The run's file of keys, which node 0 makes and the others wait for, at most `rollout.start_s`."""
+    path = whole / "keys.json"
+    if node == 0:
+        Keys.make(path)
+    elif not processes.wait_until(path.exists, config.rollout.start_s):
+        raise ConfigError(f"{path}: not there after rollout.start_s={config.rollout.start_s}: node 0 must run in this very folder")
+    return path
 
 
 def _missing_data(config: Config) -> list[str]:
@@ -156,16 +207,19 @@ def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:
     return kind, list(range(config.device.count or 0)) if dry_run and not ids else ids
 
 
-def _geometry(config: Config) -> Geometry | str:
-    """Sizes of the model, or why they are not known."""
+def _geometry(config: Config) -> tuple[Geometry | None, str]:
+    """(sizes of the model, "") or, if there is no such folder, (sizes as published if it is a known one, why)."""
     try:
-        return read_geometry(prepare.folder(config.model.path))
+        return read_geometry(prepare.folder(config.model.path)), ""
     except ConfigError as error:
-        return str(error)
+        published = PUBLISHED.get(Path(config.model.path).name)
+        return published, f"memory: {error}" + "; sizes below are ASSUMED to be those of the published model" * bool(published)
 
 
 def _machine(config: Config, kind: str) -> estimate.Machine:
-    return estimate.Machine(kind, config.device.count or len(devices.device_ids(kind)), devices.memory_bytes(kind))
+    there = devices.memory_bytes(kind)
+    count = config.device.nodes * (config.device.count or len(devices.device_ids(kind)))
+    return estimate.Machine(kind, count, there or devices.NOMINAL_BYTES[kind], assumed=there is None)
 
 
 def _with_model(config: Config, processes: Supervisor) -> Config:
@@ -178,14 +232,32 @@ def _with_model(config: Config, processes: Supervisor) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(prepare.folder(name).resolve())})})
 
 
-def _server_environment(placement: Placement, index: int) -> dict[str, str]:
-    return devices.process_environment(placement.kind, placement.servers[index], "server")
+def _server_environment(config: Config, placement: Placement, index: int) -> dict[str, str]:
+    return _environment(config, placement, placement.servers[index], "server")
 
 
-def _rank_environment(placement: Placement) -> dict[str, str]:
-    """Of torchrun and so of every rank: all their devices, of which a rank takes its own; or the cores of the smallest."""
-    every = [i for ids in placement.ranks for i in ids]
-    return devices.process_environment(placement.kind, min(placement.ranks, key=len) if placement.kind == "cpu" else every, "rank")
+def _rank_environment(config: Config, placement: Placement, node: int) -> dict[str, str]:
+    """Of a node's torchrun and so of its ranks: all their devices, of which a rank takes its own; or the cores of the smallest."""
+    ranks = [placement.ranks[i] for i in placement.ranks_on(node)]
+    ids = min(ranks, key=len) if placement.kind == "cpu" else [i for rank in ranks for i in rank]
+    return _environment(config, placement, ids, "rank")
+
+
+def _environment(config: Config, placement: Placement, ids: list[int], role: devices.Role) -> dict[str, str]:
+    return devices.process_environment(placement.kind, ids, role, exact=_exact(config), deadline_s=config.parallel.deadline_s)
+
+
+def _exact(config: Config) -> bool:
+    return config.parallel.accumulate == "exact"
+
+
+def _resolved(meeting: str) -> str:
+    """The same HOST:PORT with the host's number, which a socket can bind to."""
+    host, _, port = meeting.rpartition(":")
+    try:
+        return f"{socket.gethostbyname(host)}:{int(port)}"
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--address {meeting}: {error}, must be HOST:PORT") from None
 
 
 def _free_port() -> int:

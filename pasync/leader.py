@@ -27,6 +27,7 @@ from pasync.placement import Placement
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.recording import Recording, ReplayProducer, record
 from pasync.trainer import Trainer
+from pasync.transport.channel import Keys
 from pasync.transport.weights import WeightSender
 
 PROBE_TOKENS = 64
@@ -44,11 +45,11 @@ class Leader:
         self, config: Config, run: Path, placement: Placement, trainer: Trainer, prompts: PromptStream, first: int, trace: Trace
     ) -> None:
         self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
-        self.kind, self.first = placement.kind, first
+        self.placement, self.first = placement, first
         self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
-            ReplayProducer(config, replayed) if replayed else RolloutProducer(config, placement.address)
+            ReplayProducer(config, replayed) if replayed else RolloutProducer(config, placement.address, Keys.load(placement.keys))
         )
         self.batch: Batch
         self.next_batch: Batch  # only in one_step_off
@@ -61,7 +62,8 @@ class Leader:
         """Wait for the servers and join them for weight transfer."""
         stack.enter_context(self.source)
         if isinstance(self.source, RolloutProducer):
-            self.sender = WeightSender(self.config, self.source, self.trainer.models.shapes, self.kind)
+            shapes, placement = self.trainer.models.shapes, self.placement
+            self.sender = WeightSender(self.config, self.source, shapes, placement.kind, placement.host)
 
     @property
     def history(self) -> bytes:

@@ -21,12 +21,12 @@ async def serve(config: Config, placement: Placement, index: int) -> None:
     from pasync.rewards.pool import RewardPool
     from pasync.rollout.engine import Engine, stop_token_ids
     from pasync.rollout.server import RolloutServer
-    from pasync.transport.channel import TrainerChannel
+    from pasync.transport.channel import Keys, TrainerChannel
 
     model = Path(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     stops = stop_token_ids(model, tokenizer, config.rollout.stop_token_prefixes)
-    channel = TrainerChannel(placement.address, f"server-{index}")
+    channel = TrainerChannel(placement.address, f"server-{index}", Keys.load(placement.keys))
     with RewardPool(config.rewards) as rewards:
         engine = Engine(config, model, index, stops)
         try:

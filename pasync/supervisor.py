@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,6 +146,15 @@ class Supervisor:
                 raise RunFailed(find_cause(self.logs, self._exits(), ranks))
         self._forward_logs()
         self.children.remove(main)
+
+    def wait_until(self, there: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether something that no process of ours does comes true in time; looked at every TICK_S. Raises Stopped."""
+        deadline = time.monotonic() + timeout_s
+        while not there():
+            if time.monotonic() > deadline:
+                return False
+            self._tick()
+        return True
 
     def let_finish(self, timeout_s: float = CLEAN_EXIT_S) -> None:
         """Give the processes that are left some time to end by themselves. Raises Stopped."""

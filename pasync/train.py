@@ -41,7 +41,7 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     tokenizer = load_tokenizer(folder)
     prompts = PromptStream(config, tokenizer)
     trainer = Trainer(config, folder, ranks)
-    checkpoints = Checkpoints(config, run, trainer)
+    checkpoints = Checkpoints(config, Path(config.run.dir or run), trainer)  # of several nodes all save into the run's one folder
     first = checkpoints.resume()
     trace = Trace(run, f"rank-{ranks.rank}", first)
     leader = Leader(config, run, placement, trainer, prompts, first, trace) if ranks.is_first else None

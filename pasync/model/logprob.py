@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-TILE = {"cpu": 1 << 22, "cuda": 1 << 26, "npu": 1 << 26}
-"""Numbers in a block of logits, N x C: what stays in a cpu's cache, and what keeps an accelerator busy."""
+from pasync import device as devices
+
 SMALLEST_BLOCK = 256
 KEPT_BYTES = 768 << 20
 """Logits of the first blocks are kept for the backward pass up to so much; only what is beyond is computed again."""
@@ -102,7 +102,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(hidden @ weight.T / temperature), and the entropy there.
 
-    Peak memory beside inputs and gradients: KEPT_BYTES, three blocks of N x C numbers (see TILE), and [N, E] float32.
+    Peak memory beside inputs and gradients: KEPT_BYTES, three blocks of N x C numbers (see `device.LOGITS_BLOCK`), and [N, E] float32.
 
     Args:
         hidden: [N, E] the rows that predict the targets.
@@ -120,7 +120,7 @@ def token_logprobs(
 
 def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[int, Tensor]]:
     """(first token, [C, E] rows) of each block of the vocabulary."""
-    size = max(SMALLEST_BLOCK, TILE[weight.device.type] // max(tokens, 1))
+    size = max(SMALLEST_BLOCK, devices.LOGITS_BLOCK[weight.device.type] // max(tokens, 1))
     return ((at, weight[at : at + size]) for at in range(0, len(weight), size))
 
 

@@ -41,7 +41,7 @@ from pasync.messages import (
 )
 from pasync.observe.console import progress
 from pasync.rollout.admission import Lengths, Load, choose, order
-from pasync.transport.channel import ServerChannel
+from pasync.transport.channel import Keys, ServerChannel
 
 log = logging.getLogger(__name__)
 
@@ -76,16 +76,17 @@ class RolloutProducer:
 
     Args:
         address: to bind the servers' socket to.
+        keys: of that socket; needed beyond loopback.
     """
 
-    def __init__(self, config: Config, address: str) -> None:
+    def __init__(self, config: Config, address: str, keys: Keys | None = None) -> None:
         self.config = config
         self.names = [f"server-{i}" for i in range(config.rollout.servers)]
         self.in_flight = 0
         """Groups submitted and not yet taken."""
         self.taken: list[tuple[Group, float]] = []
         """Groups taken since the last submit, in the order taken, with the unix times at which they arrived."""
-        self._channel = ServerChannel(address)
+        self._channel = ServerChannel(address, keys)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: queue.SimpleQueue[tuple[Group, float]] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[str, ToTrainer]] = queue.SimpleQueue()

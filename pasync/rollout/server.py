@@ -61,12 +61,14 @@ class RolloutServer:
         self._freed = 0  # responses that ended and were not reported yet
 
     async def run(self) -> None:
-        """Serve until Stop. Any failure is told to the trainer and raised."""
+        """Serve until Stop. Any failure is told to the trainer and raised; one is a trainer that is gone."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                beat = tasks.create_task(self._heartbeat())
+                watch = self.channel.watch(self.config.rollout.start_s, self.config.rollout.silence_s)
+                beside = [tasks.create_task(work) for work in (self._heartbeat(), watch)]
                 await self._serve(tasks)
-                beat.cancel()
+                for task in beside:
+                    task.cancel()
         except BaseExceptionGroup as group:
             error = group.exceptions[0]
             await self.channel.send(Failed(error=type(error).__name__, message=str(error)))

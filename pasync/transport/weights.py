@@ -55,10 +55,13 @@ class WeightSender:
         servers: the rollout side; its servers are ready.
         shapes: names and shapes of all weights, in the order in which `publish` gets them.
         kind: "cpu", "cuda" or "npu".
+        host: of this process, as the servers reach it.
     """
 
-    def __init__(self, config: Config, servers: Servers, shapes: list[tuple[str, list[int]]], kind: str) -> None:
-        self.config, self.servers = config, servers
+    def __init__(
+        self, config: Config, servers: Servers, shapes: list[tuple[str, list[int]]], kind: str, host: str = "127.0.0.1"
+    ) -> None:  # fmt: skip
+        self.config, self.servers, self.host = config, servers, host
         self._first: int | None = None  # version of the first sync: a continued run does not begin at 0
         self.dtype = getattr(torch, config.server_dtype)
         self.device = devices.torch_device(kind, 0)
@@ -127,9 +130,9 @@ class WeightSender:
     def _join(self, kind: str) -> BroadcastGroup:
         width, limit = self.config.rollout.tensor_parallel, self.config.sync.deadline_s
         world = 1 + width * len(self.servers.names)
-        store = BroadcastGroup.open_store("127.0.0.1", 0, world, limit, is_sender=True)
+        store = BroadcastGroup.open_store(self.host, 0, world, limit, is_sender=True)
         for i, name in enumerate(self.servers.names):
-            self.servers.tell(name, Join("127.0.0.1", store.port, 1 + i * width, world, limit, self.buckets, self.max_numel))
+            self.servers.tell(name, Join(self.host, store.port, 1 + i * width, world, limit, self.buckets, self.max_numel))
         with _naming("joining the transfer group", self.servers.failure):
             group = BroadcastGroup(kind, store, 0, world, self.device, limit)
         self.servers.replies(Joined, deadline_s=limit)

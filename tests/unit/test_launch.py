@@ -3,15 +3,19 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from workers import free_port
 
 from pasync.cause import Exit, find_cause, rank_exits
 from pasync.configfile import load
+from pasync.launch import run_commands
+from pasync.placement import place
 from pasync.processes import all_in_run, kill_run
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +57,11 @@ run: {{dir: {tmp_path}/run}}
     )
     yield path
     kill_run(str(tmp_path / "run"))
+
+
+def free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.2", port)) != 0
 
 
 def python(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -106,12 +115,85 @@ def test_a_model_that_is_nowhere_ends_with_2(config_file: Path) -> None:
     assert code == 2 and any("model.path=nowhere" in line for line in lines)
 
 
+NODES = ["device.nodes=2", "device.count=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--node-rank", "0"], "device.nodes=1: --node-rank and --address are for several"),
+        (["--address", "localhost:1234"], "device.nodes=1: --node-rank and --address are for several"),
+        (NODES, "device.nodes=2: each is started with --node-rank, 0 to 1, and --address HOST:PORT of node 0"),
+        ([*NODES, "--node-rank", "2", "--address", "localhost:1234"], "each is started with --node-rank, 0 to 1"),
+        ([*NODES, "--node-rank", "0", "--address", "localhost"], "--address localhost: "),
+        ([*NODES, "run.dir=null"], "run.dir=null: must be given with device.nodes=2, the same on every node"),
+        (["device.nodes=2"], "device.count=null: must be given with device.nodes=2, the same on every node"),
+    ],
+)
+def test_several_nodes_need_to_know_which_is_which_and_where(config_file: Path, arguments: list[str], words: str) -> None:
+    code, lines = ended(launch(config_file, *arguments), config_file)
+    assert code == 2 and any(words in line for line in lines), lines
+
+
+def test_a_dry_run_shows_all_nodes(config_file: Path) -> None:
+    wide = ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=2", "rollout.tensor_parallel=2"]
+    code, lines = ended(launch(config_file, "--dry-run", "device.kind=npu", "device.nodes=4", "device.count=2", *wide), config_file)
+    assert code == 0
+    assert [" ".join(line.split()) for line in lines if line.startswith(("  rank-", "  server-"))] == [
+        "rank-0 node 0, npu 0", "rank-1 node 0, npu 1", "rank-2 node 1, npu 0", "server-0 node 2, npu 0, 1", "server-1 node 3, npu 0, 1",
+    ]  # fmt: skip
+    visible = [line.strip() for line in lines if "ASCEND_RT_VISIBLE_DEVICES" in line]
+    assert visible == [f"ASCEND_RT_VISIBLE_DEVICES={ids}" for ids in ("0,1", "0,1", "0", "0,1", "0,1")]
+
+
+def test_every_node_starts_its_own_part(config_file: Path) -> None:
+    wide = ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=2", "device.nodes=3", "device.count=2", "device.kind=npu"]
+    config = load(config_file, wide)
+    commands = {
+        node: run_commands(config, place(config, "npu", [4, 5], "tcp://10.0.0.1:29500", node), Path("/run")) for node in range(3)
+    }
+    assert {node: [c.name for c in each] for node, each in commands.items()} == {0: ["ranks"], 1: ["server-0", "ranks"], 2: ["server-1"]}
+    meet = ["--rdzv-backend=static", "--rdzv-endpoint=10.0.0.1:29501"]
+    assert commands[0][-1].argv[3:] == ["--nnodes=2", "--node-rank=0", *meet, "--nproc-per-node=2", "-m", "pasync.train", "/run"]
+    assert commands[1][-1].argv[3:] == ["--nnodes=2", "--node-rank=1", *meet, "--nproc-per-node=1", "-m", "pasync.train", "/run"]
+    visible = {(n, c.name): c.env["ASCEND_RT_VISIBLE_DEVICES"] for n, each in commands.items() for c in each}
+    assert visible == {(0, "ranks"): "4,5", (1, "ranks"): "4", (1, "server-0"): "5", (2, "server-1"): "4"}
+
+
+def test_the_ranks_of_two_nodes_meet_and_are_numbered_by_node(config_file: Path, tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(
+        "import os, sys\nfrom pasync.parallel.ranks import join_ranks\n"
+        "with join_ranks('cpu', deadline_s=40) as ranks:\n"
+        "    total = ranks.sum({'count': 1.0})['count']\n"
+        "    print(f'node {sys.argv[1]} local {os.environ[\"LOCAL_RANK\"]} rank {ranks.rank} of {total:.0f}', flush=True)\n"
+    )
+    config = load(config_file, ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=1", "device.nodes=2", "device.count=2"])
+    port = next(p for p in (free_port() for _ in range(99)) if free(p + 1))
+    running = []
+    for node in (1, 0):
+        placement = place(config, "cpu", [0, 1], f"tcp://127.0.0.2:{port}", node)
+        argv = run_commands(config, placement, tmp_path)[-1].argv
+        command = [*argv[1 : argv.index("pasync.train") - 1], str(script), str(node)]
+        running.append(python(config_file, *command))
+    lines = sorted(line for process in running for line in process.communicate(timeout=50)[0].splitlines() if line.startswith("node"))
+    assert lines == ["node 0 local 0 rank 0 of 3", "node 0 local 1 rank 1 of 3", "node 1 local 0 rank 2 of 3"]
+
+
+def test_a_node_whose_node_0_is_elsewhere_says_so(config_file: Path) -> None:
+    meet = ["--node-rank", "1", "--address", "localhost:29500"]
+    code, lines = ended(launch(config_file, *NODES, *meet, "rollout.start_s=0.5"), config_file)
+    assert code == 2 and lines[-1].endswith("node 0 must run in this very folder")
+    assert all_in_run(f"{config_file.parent}/run/node-1") == []
+
+
 def test_a_run_that_ends_well_shows_said_lines_and_leaves_a_loadable_configuration(config_file: Path) -> None:
-    ranks = UP + "import os; say(f'rank {os.environ.get(\"RANK\")}')"
-    code, lines = ended(start(config_file, UP, "-c", ranks), config_file)
+    rank = UP + "import os; say(f'rank {os.environ.get(\"RANK\")}')"
+    code, lines = ended(start(config_file, rank, "-c", rank), config_file)
     run = config_file.parent / "run"
     assert code == 0 and lines[-1] == f"done: {run}"
-    assert "server-0 | up" in lines and "rank None" in lines, "an outer torchrun's variables must not leak in"
+    assert "server-0 | up" in lines
+    assert "server-0 | rank None" in lines and "rank None" in lines, "an outer torchrun's variables must not leak in"
     assert load(run / "config.yaml").run.dir == str(run)
     assert (config_file.parent / "runs" / "latest").resolve() == run
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pasync import device
 from pasync.model import logprob
 from pasync.model.logprob import token_logprobs
 
@@ -21,7 +22,7 @@ def textbook(hidden, weight, targets, temperature):
 @pytest.mark.parametrize("tile", [1, 50, 1 << 20])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_log_probs_entropy_and_gradients_equal_log_softmax_with_any_block_size(monkeypatch, tokens, tile, kept_bytes):
-    monkeypatch.setitem(logprob.TILE, "cpu", tile)
+    monkeypatch.setitem(device.LOGITS_BLOCK, "cpu", tile)
     monkeypatch.setattr(logprob, "SMALLEST_BLOCK", 4)
     monkeypatch.setattr(logprob, "KEPT_BYTES", kept_bytes)
     hidden, weight, targets, grad = problem(tokens)
@@ -79,7 +80,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_all_tokens_times_the_vocabulary_is_ever_made(monkeypatch, dtype):
-    monkeypatch.setitem(logprob.TILE, "cpu", 256 * 64)
+    monkeypatch.setitem(device.LOGITS_BLOCK, "cpu", 256 * 64)
     tokens, vocabulary, size = 256, 4096, 16
     hidden, weight, targets, grad = problem(tokens, vocabulary, size, dtype)
     with Largest() as largest:

@@ -1,14 +1,45 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from pasync import launch
 from pasync.config import DatasetConfig
 from pasync.configfile import load
 from pasync.data.tasks import addition, sorting, write
-from pasync.model.prepare import KNOWN
+from pasync.geometry import PUBLISHED, read_geometry
+from pasync.model.prepare import KNOWN, problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
+DEVICE_FILES = [path for path in FILES if not path.stem.endswith("_cpu")]
+
+# What the geometry and the checks read of the published config.json files, and the number of weights in the published checkpoints.
+CHECKPOINTS = {
+    "Qwen2.5-7B-Instruct": (
+        {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+         "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 32768},
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "attention_bias": False, "vocab_size": 151936, "tie_word_embeddings": False,
+         "max_position_embeddings": 40960},
+        8_190_735_360,
+    ),
+    "DeepSeek-R1-Distill-Qwen-32B": (
+        {"model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+         "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 131072},
+        32_763_876_352,
+    ),
+}  # fmt: skip
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """A folder of that name with the published config.json."""
+    (folder / name).mkdir()
+    (folder / name / "config.json").write_text(json.dumps(CHECKPOINTS[name][0]))
+    return folder / name
 
 
 def datasets(path: Path) -> list[DatasetConfig]:
@@ -28,6 +59,35 @@ def test_a_cpu_config_needs_nothing_that_is_not_shipped(path):
     assert config.rollout.kv_cache_bytes
     assert all(part.source.startswith("reasoning-gym:") or Path(part.source).is_file() for part in datasets(path))
     assert config.rollout.servers == config.parallel.ranks == 1
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_model_can_be_planned_for_before_it_is_there(name, tmp_path):
+    assert read_geometry(checkpoint(name, tmp_path)) == PUBLISHED[name]
+    assert PUBLISHED[name].num_parameters == CHECKPOINTS[name][1]
+
+
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_dry_run_on_eight_devices_needs_none(path, kind, capsys):
+    assert launch.main([str(path), "--dry-run", f"device.kind={kind}", "device.count=8"]) == 0
+    shown = capsys.readouterr().out
+    assert f"\ndevices ({kind})\n" in shown and "  server-0 " in shown
+    if path in DEVICE_FILES:
+        assert "\nmemory of each process" in shown and "does not fit" not in shown
+        assert f"{'60.9' if kind == 'npu' else '79.0'} GiB  ASSUMED: no {kind} device can be asked here" in shown
+
+
+@pytest.mark.parametrize("path", DEVICE_FILES, ids=lambda path: path.stem)
+def test_a_device_config_fits_its_model(path, tmp_path):
+    model = checkpoint(Path(load(path).model.path).name, tmp_path)
+    assert problems(load(path, [f"model.path={model}"])) == []
+
+
+@pytest.mark.parametrize("path", DEVICE_FILES, ids=lambda path: path.stem)
+def test_shipped_data_is_named_where_it_is_expected(path):
+    text = path.read_text()
+    assert all(text.count(Path(part.source).name) >= 2 for part in datasets(path)), "the comment says what to place there"
 
 
 def test_shipped_data_is_what_the_code_makes(tmp_path):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import run_ranks
 
+from pasync import device
 from pasync.data.packing import MicroBatch
 from pasync.errors import ConfigError
 from pasync.model import logprob
@@ -154,7 +155,7 @@ def everything(ranks: Ranks) -> dict[Any, Any]:
     axes = {n: make_mesh(pipeline=1, tensor=n, deadline_s=20).tensor for n in (2, 4)}
     found: dict[Any, Any] = {case: on_many(case, axes[case.tensor]) for case in CASES + NARROW}
     found["collectives"] = collectives(axes[2])
-    logprob.TILE["cpu"], logprob.SMALLEST_BLOCK, logprob.KEPT_BYTES = 1, 4, 300
+    device.LOGITS_BLOCK["cpu"], logprob.SMALLEST_BLOCK, logprob.KEPT_BYTES = 1, 4, 300
     return found | {p: vocabulary_in_slices(axes[4], *p) for p in PROBLEMS}
 
 
