@@ -48,7 +48,8 @@ def misused(use: Use, libraries: Libraries, npu_library: bytes) -> list[str]:
         signature.bind(*[None] * use.call.positional, **dict.fromkeys(use.call.keywords))
     except (TypeError, Missing) as error:
         return [f"{use.where}: {use.key}: {error}"]
-    return [f"{use.where}: {use.key}: {name}={text!r} is none of {allowed}" for name, text, allowed in _bad_texts(use, row, signature, libraries)]
+    bad = _bad_texts(use, row, signature, libraries)
+    return [f"{use.where}: {use.key}: {name}={text!r} is none of {allowed}" for name, text, allowed in bad]
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:

@@ -38,6 +38,7 @@ class Libraries:
 
     def __init__(self, *files: Files) -> None:
         self._files, self._trees = files, dict[str, tuple[ast.Module, bool] | None]()
+        self._sources: dict[str, tuple[bytes, bool] | None] = {}
 
     def find(self, module: str, path: str) -> Symbol:
         """`path` ("Class.member") of a module, through re-exports and base classes. Raises Missing."""
@@ -66,7 +67,8 @@ class Libraries:
     def choices(self, symbol: Symbol, annotation: Any) -> set[Any] | None:
         """The values that an annotation allows, if it is a Literal or the name of one."""
         if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).split(".")[-1] == "Literal":
-            return set(ast.literal_eval(ast.Tuple(annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice])))
+            inside = annotation.slice
+            return {ast.literal_eval(value) for value in (inside.elts if isinstance(inside, ast.Tuple) else [inside])}
         if not isinstance(annotation, ast.Name):
             return None
         try:
@@ -95,9 +97,12 @@ class Libraries:
         return self._trees[module]
 
     def _source(self, module: str) -> tuple[bytes, bool] | None:
-        stem = module.replace(".", "/")
-        read = ((files.read(stem + tail), tail != ".py") for files in self._files for tail in (".py", "/__init__.py"))
-        return next(((source, is_package) for source, is_package in read if source is not None), None)
+        """(text, whether it is a package)."""
+        if module not in self._sources:
+            stem = module.replace(".", "/")
+            read = ((files.read(stem + tail), tail != ".py") for files in self._files for tail in (".py", "/__init__.py"))
+            self._sources[module] = next(((source, is_package) for source, is_package in read if source is not None), None)
+        return self._sources[module]
 
     def _text(self, module: str) -> str:
         found = self._source(module)

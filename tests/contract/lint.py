@@ -39,7 +39,8 @@ def float_masks(source: str) -> list[str]:
     rows x keys, and transformers would read them as bool."""
     found = []
     for function in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)):
-        assigned = {t.id: ast.unparse(a.value) for a in ast.walk(function) if isinstance(a, ast.Assign) for t in a.targets if isinstance(t, ast.Name)}
+        assignments = [n for n in ast.walk(function) if isinstance(n, ast.Assign)]
+        assigned = {ast.unparse(target): ast.unparse(a.value) for a in assignments for target in a.targets}
         for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
             if ast.unparse(call.func).split(".")[-1] == "scaled_dot_product_attention":
                 found += [f"line {call.lineno}: {mask}" for mask in _masks(call) if "dtype=torch.bool" not in assigned.get(mask, mask)]

