@@ -29,6 +29,8 @@ def called(walk: Walk, node: ast.Call) -> Values:
             found |= _foreign_call(walk, callee.key, node, args)
         elif isinstance(callee, Own):
             found |= _own_call(walk, callee.name, *_spread(node, args), keywords)
+            for base in walk.constructors(callee.name):
+                _foreign_call(walk, base, node, args)
     return found if any(isinstance(c, Own) for c in callees) else found | _python_call(walk, node, args, keywords)
 
 
@@ -61,18 +63,16 @@ def _own_call(walk: Walk, name: str, args: list[Values], rest: Values | None, ke
     if not isinstance(definition, FUNCTIONS):
         return NOTHING
     is_method = isinstance(walk.defined.get(name.rpartition(".")[0]), ast.ClassDef) and not is_static(definition)
-    names = [a.arg for a in definition.args.posonlyargs + definition.args.args][is_method:]
+    names = [a.arg for a in parameters(definition)][is_method:]
     _pass(walk, name, names, args, rest, keywords)
     return walk.values.get(f"{name}()", NOTHING)
 
 
 def _pass(walk: Walk, scope: str, names: list[str], args: list[Values], rest: Values | None, keywords: Keywords) -> None:
     """Give arguments to parameters; what stands for an unknown number of them to all."""
-    for name, values in chain(zip(names, args, strict=False), keywords.items()):
-        if name is not None:
-            walk.set(f"{scope}.{name}", values)
-    for name in names:
-        walk.set(f"{scope}.{name}", (rest or NOTHING) | keywords.get(None, NOTHING))
+    for i, name in enumerate(names):
+        given = args[i] if i < len(args) else keywords.get(name, NOTHING)
+        walk.set(f"{scope}.{name}", given | (rest or NOTHING) | keywords.get(None, NOTHING))
 
 
 def _python_call(walk: Walk, node: ast.Call, args: list[Values], keywords: Keywords) -> Values:
@@ -123,6 +123,11 @@ def _all(values: Iterable[Values]) -> Values:
 def text_of(node: ast.expr) -> str | None:
     """A constant string."""
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def parameters(node: Any) -> list[ast.arg]:
+    """Of a function, positional ones first."""
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
 
 
 def is_static(node: Any) -> bool:

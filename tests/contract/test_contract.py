@@ -79,6 +79,20 @@ def test_the_worker_extension_hides_nothing_of_a_worker(world, worker, worlds):
     assert theirs & ours.members(ours.find("pasync.rollout.engine", "WorkerExtension")) == set()
 
 
+def test_a_hccl_communicator_wants_little_of_the_group_that_it_meets_in(worlds):
+    module = "vllm_ascend.distributed.device_communicators.pyhccl"
+    communicator = worlds["npu"].find(module, "PyHcclCommunicator").node
+    reads = [n for n in ast.walk(communicator) if isinstance(n, ast.Attribute) and ast.unparse(n.value) in ("group", "self.group")]
+    assert {read.attr for read in reads} == {"rank", "world_size", "broadcast_obj"}
+    calls = [ast.unparse(n) for n in ast.walk(communicator) if isinstance(n, ast.Call) and "broadcast_obj" in ast.unparse(n.func)]
+    assert calls == ["group.broadcast_obj(self.unique_id, src=0)"]
+
+
+def test_what_a_hccl_communicator_hands_over_is_plain_memory(worlds):
+    identity = worlds["npu"].find("vllm_ascend.distributed.device_communicators.pyhccl", "hcclUniqueId").node
+    assert [ast.unparse(base) for base in identity.bases] == ["ctypes.Structure"]
+
+
 def test_every_variable_has_a_row():
     named = set().union(*(variables_named(source) for _, source in SOURCES.values()))
     assert "VLLM_ASCEND_ENABLE_NZ" in exported() & named

@@ -90,6 +90,14 @@ MISTAKES = {
     "a value": ("def f(llm: AsyncLLM):\n    llm.pause_generation(mode='hold')", "'hold' is none of"),
     "a communicator's argument": ("def f(c: PyHcclCommunicator):\n    c.broadcast(1, root=0)", "'src'"),
     "a rendezvous": ("StatelessProcessGroup.create('localhost', 1, 0, 2, timeout=3)", "'timeout'"),
+    "a constructor that a class of ours takes over": (
+        "class Meeting(StatelessProcessGroup):\n    pass\nMeeting(rank=0, size=2, store=3)",
+        "'world_size'",
+    ),
+    "a method that a class of ours replaces": (
+        "class Meeting(StatelessProcessGroup):\n    def broadcast_obj(self, obj, root):\n        pass",
+        "takes ('obj', 'root')",
+    ),
     "an operator's argument": ("torch.ops.npu.npu_fusion_attention(1, 8, 'TND', mask=2)", "'mask'"),
     "a replacement": (
         "import vllm.model_executor.layers.utils as u\ndef keep(layer):\n    pass\nu.dispatch_cpu_unquantized_gemm = keep",

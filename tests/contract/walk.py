@@ -8,10 +8,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
-from calls import FUNCTIONS, called, is_static, text_of
+from calls import FUNCTIONS, called, is_static, parameters, text_of
 from uses import Use
 from values import NOTHING, Foreign, Keys, Own, Several, Values, merged, part, several
 
@@ -61,6 +61,12 @@ class Walk:
     def is_function(self, name: str) -> bool:
         """Whether a full name is that of a function of ours."""
         return isinstance(self.defined.get(name), FUNCTIONS)
+
+    def constructors(self, name: str) -> list[str]:
+        """Classes of libraries whose constructor a class of ours takes over."""
+        definition = self.defined.get(name)
+        own = f"{name}.__init__" in self.defined or not isinstance(definition, ast.ClassDef)
+        return [] if own else [base.key for base in self.values.get(f"{name}<", NOTHING) if isinstance(base, Foreign)]
 
     def _look_up(self, name: str) -> Values:
         scope = self.scope
@@ -127,16 +133,20 @@ class Walk:
             self.value(decorator)
         inner = f"{outer}.{node.name}"
         if isinstance(node, ast.ClassDef):
-            self.set(f"{inner}<", chain.from_iterable(self.value(base) for base in node.bases))
+            bases = frozenset(chain.from_iterable(self.value(base) for base in node.bases))
+            self.set(f"{inner}<", bases)
+            methods = [m for m in node.body if isinstance(m, FUNCTIONS) and not m.name.startswith("__")]
+            for base, method in product((b for b in bases if isinstance(b, Foreign)), methods):
+                self.use(f"{base.key}.{method.name}", method, replaced_by=tuple(p.arg for p in parameters(method)[1:]))
         else:
             for value in (*node.args.defaults, *filter(None, node.args.kw_defaults)):
                 self.value(value)
-            for parameter in _parameters(node):
+            for parameter in parameters(node):
                 self.set(f"{inner}.{parameter.arg}", self._annotation(parameter.annotation))
             if node.returns:
                 self.set(f"{inner}()", self._annotation(node.returns))
-            if isinstance(self.defined.get(outer), ast.ClassDef) and not is_static(node) and _parameters(node):
-                self.set(f"{inner}.{_parameters(node)[0].arg}", {Own(outer)})
+            if isinstance(self.defined.get(outer), ast.ClassDef) and not is_static(node) and parameters(node):
+                self.set(f"{inner}.{parameters(node)[0].arg}", {Own(outer)})
         self.scope = inner
         self._body(node.body)
         self.scope = outer
@@ -183,7 +193,7 @@ class Walk:
                     self.set(f"{base.name}.{target.attr}", values)
                 elif isinstance(base, Foreign):
                     ours = [self.defined.get(v.name) for v in values if isinstance(v, Own)]
-                    names = [tuple(p.arg for p in _parameters(f)) for f in ours if isinstance(f, FUNCTIONS)]
+                    names = [tuple(p.arg for p in parameters(f)) for f in ours if isinstance(f, FUNCTIONS)]
                     self.use(_canonical(f"{base.key}.{target.attr}"), target, replaced_by=names[0] if names else None)
         elif isinstance(target, ast.Subscript) and isinstance(target.value, (ast.Name, ast.Attribute)):
             self.value(target.slice)
@@ -305,11 +315,6 @@ class Walk:
 def _canonical(key: str) -> str:
     """torch.npu is torch_npu.npu."""
     return f"torch_npu.npu{key.removeprefix('torch.npu')}" if key == "torch.npu" or key.startswith("torch.npu.") else key
-
-
-def _parameters(node: Any) -> list[ast.arg]:
-    args = node.args
-    return [*args.posonlyargs, *args.args, *args.kwonlyargs]
 
 
 def _is_property(node: ast.AST) -> bool:
