@@ -52,6 +52,13 @@ def test_models_are_tested_on_the_transformers_of_the_set():
     assert requirements((ROOT / "requirements" / "npu-models.txt").read_text().splitlines())["transformers"] == NPU["transformers"]
 
 
+def test_the_recipe_in_the_readme_installs_these_versions():
+    recipe = (ROOT / "README.md").read_text().split("\n## Ascend\n")[1].split("\n## ")[0]
+    named = dict(re.findall(r" ([\w-]+)(==[\w.]+)", recipe))
+    assert {"vllm", "vllm-ascend", "triton-ascend"} <= named.keys()
+    assert {name: NPU.get(name) for name in named} == named
+
+
 def test_the_set_runs_on_the_python_that_we_name(wheels):
     assert all("cp311" in wheel.path.name or "abi3" in wheel.path.name or "py3" in wheel.path.name for wheel in wheels.values())
 

@@ -112,9 +112,13 @@ def test_a_call_that_does_not_bind_is_found(source, says, worlds):
     assert says in found
 
 
-def test_what_only_one_of_the_two_versions_takes_is_found(worlds):
+def test_what_only_one_of_two_versions_takes_is_found(tmp_path, worlds):
     source = "def f(llm: AsyncLLM):\n    llm.pause_generation(mode='keep', wait_for_inflight_requests=True)"
-    assert flaws(source, worlds["npu"]) == [] and "wait_for_inflight_requests" in flaws(source, worlds["installed"])[0]
+    newer = tmp_path / "vllm" / "v1" / "engine" / "async_llm.py"
+    newer.parent.mkdir(parents=True)
+    newer.write_text("class AsyncLLM:\n    async def pause_generation(self, *, mode='abort', clear_cache=True): ...\n")
+    assert flaws(source, worlds["npu"]) == []
+    assert "wait_for_inflight_requests" in flaws(source, Libraries(Folder(tmp_path)))[0]
 
 
 def test_a_right_call_is_not_found(worlds):
