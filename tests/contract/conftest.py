@@ -28,5 +28,5 @@ def installed() -> Folder:
 
 @pytest.fixture(scope="session")
 def worlds(wheels, installed) -> dict[str, Libraries]:
-    """By name: the pinned NPU set, and what is installed here. torch's own sources are the installed ones."""
-    return {"npu": Libraries(*wheels.values(), installed), "installed": Libraries(installed)}
+    """By name: the pinned NPU set, and what is installed here."""
+    return {"npu": Libraries(*wheels.values()), "installed": Libraries(installed)}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+TAILS = (".py", "/__init__.py", ".pyi", "/__init__.pyi")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -77,6 +78,15 @@ class Libraries:
             return None
         return self.choices(alias, alias.node.value) if isinstance(alias.node, ast.Assign) else None
 
+    def has(self, key: str) -> bool:
+        """Whether the first name below the modules of a dotted name is there; what lies further down only objects know."""
+        parts = key.split(".")
+        depth = next((i for i in range(len(parts), 0, -1) if self._load(".".join(parts[:i]))), 0)
+        try:
+            return depth == len(parts) or bool(depth and self._global(".".join(parts[:depth]), parts[depth]))
+        except Missing:
+            return False
+
     def tree(self, module: str) -> ast.Module:
         """A module's syntax. Raises Missing."""
         loaded = self._load(module)
@@ -100,7 +110,7 @@ class Libraries:
         """(text, whether it is a package)."""
         if module not in self._sources:
             stem = module.replace(".", "/")
-            read = ((files.read(stem + tail), tail != ".py") for files in self._files for tail in (".py", "/__init__.py"))
+            read = ((files.read(stem + tail), tail.startswith("/")) for files in self._files for tail in TAILS)
             self._sources[module] = next(((source, is_package) for source, is_package in read if source is not None), None)
         return self._sources[module]
 

@@ -103,7 +103,6 @@ ROWS = VLLM | ASCEND | DEVICE | OPERATORS | COMPILED
 VARIABLES = {
     "ASCEND_RT_VISIBLE_DEVICES": ("torch_npu", "torch_npu/npu/__init__.py"),
     "CPU_AFFINITY_CONF": ("torch_npu", NPU_LIBRARY),
-    "CUBLAS_WORKSPACE_CONFIG": ("installed", "torch/backends/cuda/__init__.py"),
     "CUDA_VISIBLE_DEVICES": ("installed", "torch/cuda/__init__.py"),
     "HCCL_CONNECT_TIMEOUT": ("torch_npu", NPU_LIBRARY),
     "HCCL_DETERMINISTIC": ("torch_npu", NPU_LIBRARY),
@@ -126,6 +125,7 @@ VARIABLES = {
 """Variables that our processes get or look at: a file of a wheel, or of what is installed here, that reads each."""
 _CANN = "https://www.hiascend.com/document/detail/en/canncommercial/850/maintenref/envvar/"
 NOT_CHECKABLE = {
+    "CUBLAS_WORKSPACE_CONFIG": "cuBLAS documentation, reproducibility of results; cuda only",
     "HCCL_HOST_SOCKET_PORT_RANGE": f"CANN: {_CANN}envref_07_0143.html",
     "HCCL_NPU_SOCKET_PORT_RANGE": "CANN: HCCL user guide, environment variables, network; the same values as HCCL_HOST_SOCKET_PORT_RANGE",
     "MALLOC_MMAP_MAX_": "glibc manual, memory allocation tunables; cpu only",

@@ -127,6 +127,12 @@ def test_what_we_import_from_transformers_is_there(world, worlds):
         worlds[world].find(module, name)
 
 
+def test_what_we_use_of_torch_is_there(worlds):
+    names = {use.key for use in USES if use.key.startswith("torch.") and not use.key.startswith("torch.ops.")}
+    assert len(names) > 100 and "torch.distributed.init_process_group" in names
+    assert [name for name in sorted(names) if not worlds["npu"].has(name)] == []
+
+
 def test_torch_npu_still_lacks_what_we_work_around(wheels, installed, npu_library):
     typeinfo = b"N3c1015DeviceAllocatorE"
     assert typeinfo in installed.read("torch/lib/libc10.so") and typeinfo not in npu_library

@@ -145,6 +145,12 @@ def test_a_row_that_nothing_holds_is_found(worlds):
     assert [bool(unheld(row, worlds["npu"], LIBRARY)) for row in wrong] == [True] * 4
 
 
+def test_a_name_that_torch_does_not_have_is_found(worlds):
+    right = ["torch.distributed.broadcast", "torch.ones", "torch.bfloat16", "torch.nn.functional.softmax", "torch.Tensor.anything"]
+    wrong = ["torch.distributed.broadcasted", "torch.onces", "torch.nn.functional.softmaxes", "torch.accelerator.no", "tourch.ones"]
+    assert [worlds["npu"].has(name) for name in right + wrong] == [True] * 5 + [False] * 5
+
+
 def test_an_unknown_variable_is_found():
     assert unknown_variables({"HCCL_CONNECT_TIMEOUT", "HCCL_HOST_SOCKET_PORT_RANGE"}) == []
     assert unknown_variables({"HCCL_CONECT_TIMEOUT"}) == ["HCCL_CONECT_TIMEOUT: has no row in rows.py"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PINS = Path(__file__).with_name("wheels.txt")
 CACHE = Path(os.environ.get("PASYNC_CACHE") or "~/.cache/pasync").expanduser() / "wheels"
-PLATFORM = ["--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64", "--python-version=3.11"]
+PLATFORMS = ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "manylinux_2_28_aarch64")
 UNREACHABLE = re.compile(r"connection broken by|timed out")  # pip says so before each retry
 
 
@@ -95,8 +95,8 @@ def _cached(cache: Path, name: str, version: str) -> Path | None:
 def _download(cache: Path, requirements: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--progress-bar=off"]
-    how = ["--retries=2", "--timeout=20", "--no-deps", "--only-binary=:all:", *PLATFORM, "--require-hashes"]
-    what = ["--requirement", str(requirements), "--dest", str(cache)]
+    how = ["--retries=2", "--timeout=20", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    what = [*(f"--platform={name}" for name in PLATFORMS), "--python-version=3.11", f"--requirement={requirements}", f"--dest={cache}"]
     done = subprocess.run([*pip, *how, *what], capture_output=True, text=True, timeout=400)
     if done.returncode:
         said = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
