@@ -6,7 +6,7 @@ python=$(bash "$here/setup.sh")
 cd "$here"
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 status=0
-for part in tests/unit tests/system; do
+for part in tests/unit tests/contract tests/system; do
     echo "== $part"
     code=0
     "$python" -m pytest "$part" "$@" || code=$?
