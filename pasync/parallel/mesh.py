@@ -72,7 +72,8 @@ def make_mesh(*, pipeline: int = 1, tensor: int = 1, deadline_s: float) -> Mesh:
     lines = {name: grid.movedim(dim, -1).flatten(0, 1) for dim, name in enumerate(NAMES)} | {"stage": grid.flatten(1)}
     axes = {name: _axis(every.tolist(), deadline_s) for name, every in lines.items()}
     ends = _axis(torch.stack([grid[0], grid[-1]], -1).flatten(0, 1).tolist(), deadline_s) if pipeline > 1 else None
-    return Mesh(**axes, ends=ends, hosts=DeviceMesh("cpu", grid, mesh_dim_names=NAMES))
+    # as a list: torch 2.11 slices a mesh only if strides descend, and those of `grid` need not, on axes of one
+    return Mesh(**axes, ends=ends, hosts=DeviceMesh("cpu", grid.tolist(), mesh_dim_names=NAMES))
 
 
 def _axis(lines: list[list[int]], deadline_s: float) -> Any:
