@@ -4,6 +4,8 @@ import pytest
 
 from pasync.config import DatasetConfig
 from pasync.configfile import load
+from pasync.data.prepare import KNOWN as PUBLISHED
+from pasync.data.prepare import TEMPLATE
 from pasync.data.tasks import addition, sorting, write
 from pasync.model.prepare import KNOWN
 
@@ -30,10 +32,19 @@ def test_a_cpu_config_needs_nothing_that_is_not_shipped(path):
     assert config.rollout.servers == config.parallel.ranks == 1
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_config_on_published_data_uses_files_and_template_of_the_command_that_makes_them(path):
+    names = [Path(part.source).stem for part in datasets(path)]
+    published = [name for name in names if name.rpartition("_")[0] in PUBLISHED]
+    assert all(name.rpartition("_")[2] in PUBLISHED[name.rpartition("_")[0]].files for name in published)
+    assert not published or load(path).data.template == TEMPLATE
+    assert bool(published) is not path.stem.endswith("_cpu")
+
+
 def test_shipped_data_is_what_the_code_makes(tmp_path):
     write(tmp_path)
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert made == {file.name: file.read_text() for file in (CONFIGS / "data").glob("*.jsonl")}
+    assert made == {name: (CONFIGS / "data" / name).read_text() for name in made} and len(made) == 4
 
 
 def test_no_held_out_addition_is_a_training_row_or_its_mirror_or_an_example():
