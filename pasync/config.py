@@ -36,7 +36,7 @@ class ModelConfig(Section):
 
 class DatasetConfig(Section):
     source: str
-    """`reasoning-gym:<task>`, a .jsonl or .parquet file, or a folder written by `datasets.save_to_disk`.
+    """`reasoning-gym:<task>`, a .jsonl, .json or .parquet file, or a folder written by `datasets.save_to_disk`.
     A relative path is relative to the configuration file."""
     prompt_column: str = "question"
     """Column that holds the question."""

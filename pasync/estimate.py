@@ -247,6 +247,14 @@ def warnings(config: Config, geometry: Geometry, machine: Machine) -> list[str]:
     return found
 
 
+def disk_bytes(config: Config, geometry: Geometry) -> int:
+    """What a run of n weights writes: the exported model, s n, and at the worst moment keep + 1 checkpoints of 12 n: master weights and two
+    moments, float32. The oldest is deleted when the newest is complete.
+    """
+    checkpoints = 12 * (config.checkpoint.keep + 1) if config.checkpoint.every else 0
+    return geometry.num_parameters * (ITEM_BYTES[config.model.dtype] + checkpoints)
+
+
 def problems(config: Config, geometry: Geometry, machine: Machine) -> list[str]:
     """Why a run cannot start: on cpu, what all processes hold from start to end is more than there is.
 

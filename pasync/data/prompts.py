@@ -76,7 +76,7 @@ class PromptStream:
             longest = max(len(p.ids) for p in long)
             raise ConfigError(
                 f"data.max_prompt_tokens={limit}: {len(long)} of {len(prompts)} prompts of {key} are longer, "
-                f"the longest has {longest} tokens, the first is row {long[0].index}"
+                f"the longest has {longest} tokens, the first is row {long[0].index}; raise it, or leave them out"
             )
         return prompts
 

@@ -1,6 +1,6 @@
 """Rows of a data set as plain dicts, from a generator or from files.
 
-    reasoning-gym:<task> | .jsonl | .parquet | folder of save_to_disk  -->  [{"question": .., "answer": .., other columns}]
+    reasoning-gym:<task> | .jsonl | .json | .parquet | folder of save_to_disk  -->  [{"question": .., "answer": .., other columns}]
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _open(key: str, dataset: DatasetConfig) -> Iterator[dict[str, Any]]:
     if dataset.source.startswith(GENERATOR):
         return _generated(key, dataset)
     path = Path(dataset.source)
-    readers: dict[str, Callable[[str, Path], Iterator[dict[str, Any]]]] = {".jsonl": _jsonl, ".parquet": _parquet}
+    readers: dict[str, Callable[[str, Path], Iterator[dict[str, Any]]]] = {".jsonl": _jsonl, ".json": _json, ".parquet": _parquet}
     reader = _saved if path.is_dir() else readers.get(path.suffix)
     if reader is None or not path.exists():
         what = "there is no such file or folder" if reader else "unknown kind of source"
         neighbours = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
         hint = nearest(dataset.source, [GENERATOR, *neighbours])
         raise ConfigError(
-            f"{key}.source={dataset.source}: {what}, must be {GENERATOR}<task>, .jsonl, .parquet or a save_to_disk folder{hint}"
+            f"{key}.source={dataset.source}: {what}, must be {GENERATOR}<task>, .jsonl, .json, .parquet or a save_to_disk folder{hint}"
         )
     return reader(key, path)
 
@@ -87,6 +87,17 @@ def _jsonl(key: str, path: Path) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ConfigError(f"{key}.source={path}: line {number} holds {type(row).__name__}, must be an object with columns")
             yield row
+
+
+def _json(key: str, path: Path) -> Iterator[dict[str, Any]]:
+    """One array of rows."""
+    try:
+        rows = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}.source={path}: is not JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"{key}.source={path}: holds {type(rows).__name__}, must be an array of objects with columns")
+    return iter(rows)
 
 
 def _parquet(key: str, path: Path) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from pasync.estimate import (
     SMALLEST_LOGITS_BLOCK,
     Machine,
     advice,
+    disk_bytes,
     micro_batch_bytes,
     micro_batch_tokens,
     needs,
@@ -239,6 +240,12 @@ def test_a_server_is_told_smaller_caches_before_more_devices() -> None:
     assert advice("server", c, QWEN_7B, cuda(64)) == f"rollout.kv_cache_bytes={1 << 35} would fit"
     assert advice("server", config(rollout={"memory_frac": 1.0}), QWEN_7B, cuda(64)) == "rollout.memory_frac=0.95 would fit"
     assert advice("server", config(), QWEN_7B, cuda(16, 2)) == "rollout.tensor_parallel=2 would fit, on 3 devices"
+
+
+def test_the_disk_holds_the_model_and_one_checkpoint_more_than_are_kept() -> None:
+    weights = QWEN_05B.num_parameters
+    assert disk_bytes(config(), QWEN_05B) == 2 * weights
+    assert disk_bytes(config(checkpoint={"every": 5, "keep": 3}, model={"dtype": "float32"}), QWEN_05B) == (4 + 4 * 12) * weights
 
 
 def test_only_a_cpu_whose_memory_is_clearly_too_small_is_refused() -> None:

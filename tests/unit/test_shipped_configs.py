@@ -6,6 +6,8 @@ import pytest
 from pasync import launch
 from pasync.config import DatasetConfig
 from pasync.configfile import load
+from pasync.data.prepare import KNOWN as DATASETS
+from pasync.data.prepare import TEMPLATE
 from pasync.data.tasks import addition, sorting, write
 from pasync.geometry import PUBLISHED, read_geometry
 from pasync.model.prepare import KNOWN, problems
@@ -84,16 +86,19 @@ def test_a_device_config_fits_its_model(path, tmp_path):
     assert problems(load(path, [f"model.path={model}"])) == []
 
 
-@pytest.mark.parametrize("path", DEVICE_FILES, ids=lambda path: path.stem)
-def test_shipped_data_is_named_where_it_is_expected(path):
-    text = path.read_text()
-    assert all(text.count(Path(part.source).name) >= 2 for part in datasets(path)), "the comment says what to place there"
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_config_on_published_data_uses_files_and_template_of_the_command_that_makes_them(path):
+    names = [Path(part.source).stem for part in datasets(path)]
+    published = [name for name in names if name.rpartition("_")[0] in DATASETS]
+    assert all(name.rpartition("_")[2] in DATASETS[name.rpartition("_")[0]].files for name in published)
+    assert not published or load(path).data.template == TEMPLATE
+    assert bool(published) is not path.stem.endswith("_cpu")
 
 
 def test_shipped_data_is_what_the_code_makes(tmp_path):
     write(tmp_path)
     made = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert made == {file.name: file.read_text() for file in (CONFIGS / "data").glob("*.jsonl")}
+    assert made == {name: (CONFIGS / "data" / name).read_text() for name in made} and len(made) == 4
 
 
 def test_no_held_out_addition_is_a_training_row_or_its_mirror_or_an_example():

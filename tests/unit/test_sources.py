@@ -62,6 +62,12 @@ def test_named_columns_become_question_and_answer(tmp_path: Path) -> None:
     assert rows == [{"problem": "p", "solution": "s", "answer": "s", "question": "p"}]
 
 
+@pytest.mark.parametrize(("text", "message"), [("[{]", "is not JSON"), ('{"question": 1}', "holds dict, must be"), ("[1]", "an array")])
+def test_a_json_file_must_be_an_array_of_rows(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_rows("data.train", write(tmp_path / "rows.json", text))
+
+
 def test_only_the_newline_byte_ends_a_line(tmp_path: Path) -> None:
     text = '\ufeff{"question": "a\u2028b\u2029\x85\U0001f600", "answer": 1}\r\n\n{"question": "c", "answer": 2}'
     rows = load_rows("data.train", write(tmp_path / "a.jsonl", text))
