@@ -60,6 +60,8 @@ def conflicts(config: Config) -> list[str]:
             found.append(f"rollout.{key}={getattr(c.rollout, key)}: only rollout.source=replay:<run folder> has an order to choose")
     if c.algorithm.refill_limit and c.algorithm.filter_zero_variance != "refill":
         found.append(f"algorithm.refill_limit={c.algorithm.refill_limit}: needs algorithm.filter_zero_variance=refill")
+    if c.run.max_restarts and not c.checkpoint.every:
+        found.append(f"run.max_restarts={c.run.max_restarts}: nothing to continue from, needs checkpoint.every of at least 1")
     if not c.trains and (c.checkpoint.every or c.schedule == "one_step_off"):
         found.append("rollout.source=only: trains nothing, so set checkpoint.every=0 and schedule=periodic")
     return found

@@ -2,7 +2,8 @@
 
     config, devices --place--> run folder --> [model made once] --> guard, N x pasync.serve, torchrun -m pasync.train
 
-Exit codes: 0 trained to the end, 1 something failed, 2 the configuration cannot work, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 trained to the end, 1 something failed, 2 the configuration cannot work, 75 SIGTERM and the same command continues where
+it came, 130 Ctrl-C, 143 SIGTERM and nothing was saved for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import yaml
 
 from pasync import device as devices
-from pasync import estimate
+from pasync import disk, estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
@@ -28,8 +29,10 @@ from pasync.geometry import Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
+from pasync.processes import stop_report
 from pasync.supervisor import Command, RunFailed, Stopped, Supervisor
 
+FAILED, CANNOT_WORK, CAN_CONTINUE = 1, 2, os.EX_TEMPFAIL
 STOP_WORDS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Terminated"}
 
 
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         return launch(config, placement, run_commands)
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_WORK
     except KeyboardInterrupt:  # before there is a supervisor, which takes signals itself
         print("Interrupted: nothing was started", file=sys.stderr)
         return 130
@@ -64,6 +67,8 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
         return found
     found += prepare.problems(config) + _missing_data(config)
     geometry = _geometry(config)
+    if isinstance(geometry, Geometry):
+        found += disk.problems(config, geometry, Path(config.run.dir or "runs").resolve())
     return found if isinstance(geometry, str) or kind != "cpu" else found + estimate.problems(config, geometry, _machine(config, kind))
 
 
@@ -90,14 +95,23 @@ def memory(config: Config, kind: str) -> str:
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:
-    """Start everything, wait for the end, say how it went. Returns the exit code; no process is left.
+    """Start everything, wait for the end, say how it went; after a failure again, if `run.max_restarts` allows. Returns the exit code.
+
+    No process is left.
 
     Args:
         config: the whole tree.
         placement: where its processes run.
         commands: what to start; the last one is the work, and the run ends with it.
     """
-    run = new_run_folder(config)
+    run, restarts = new_run_folder(config), config.run.max_restarts
+    while (code := _launch_once(config, placement, commands, run)) == FAILED and restarts:
+        restarts -= 1
+        _say(run, f"starting again from the newest checkpoint, {restarts} of run.max_restarts={config.run.max_restarts} left")
+    return code
+
+
+def _launch_once(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]], run: Path) -> int:
     screen = Screen()
     try:
         with Supervisor(run, screen) as processes:
@@ -108,14 +122,19 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
             ranks = [processes.start(command) for command in commands(placement, run)][-1]
             if placement.servers:
                 screen.show(Progress("starting servers", 0, len(placement.servers)))
-            processes.wait_for(ranks)
+            processes.wait_for(ranks, config.checkpoint.grace_s if config.checkpoint.every else 0.0)
             processes.let_finish()  # the trainer has told the servers to stop
     except RunFailed as failed:
-        print(f"{failed.failure.error}: {failed.failure.message}\nlog: {failed.failure.log} ({failed.failure.process})", file=sys.stderr)
-        return 1
+        failure = failed.failure
+        _say(run, f"{failure.traceback}{failure.error}: {failure.message}\nlog: {failure.log} ({failure.process})")
+        return CANNOT_WORK if failure.error == ConfigError.__name__ else FAILED
     except Stopped as stopped:
-        print(f"{STOP_WORDS[signal.Signals(stopped.number)]}: all processes of {run} have ended", file=sys.stderr)
-        return 128 + stopped.number
+        if not stop_report(run):
+            print(f"{STOP_WORDS[signal.Signals(stopped.number)]}: all processes of {run} have ended", file=sys.stderr)
+            return 128 + stopped.number
+    if iteration := stop_report(run):
+        print(f"Terminated: the same command with run.dir={run} continues with iteration {iteration}", file=sys.stderr)
+        return CAN_CONTINUE
     print(f"done: {run}", flush=True)
     return 0
 
@@ -141,6 +160,13 @@ def new_run_folder(config: Config) -> Path:
     draft.symlink_to(os.path.relpath(run, parent) if run.is_relative_to(parent) else run)
     draft.replace(parent / "latest")
     return run
+
+
+def _say(run: Path, text: str) -> None:
+    """Tell the user, and keep it: the next start removes the reports of this one."""
+    print(text, file=sys.stderr)
+    with (run / "logs" / "launcher.log").open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def _missing_data(config: Config) -> list[str]:
