@@ -13,6 +13,7 @@ from typing import Protocol
 from pasync.data.packing import has_gradient
 from pasync.data.prompts import Prompt
 from pasync.messages import Group
+from pasync.preemption import preemption
 
 
 class GroupSource(Protocol):
@@ -70,7 +71,8 @@ class Batch:
     def _next(self, *, wait: bool) -> Group | None:
         while self._source.in_flight:
             began = time.perf_counter()
-            group = self._source.next_group(self.version, wait=wait)
+            with preemption.ends_wait():
+                group = self._source.next_group(self.version, wait=wait)
             if wait:
                 self.waits_s.append(time.perf_counter() - began)
             if group is None or not self._refills or has_gradient(group, kl_coef=0.0):

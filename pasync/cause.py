@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pasync.errors import ProcessDied
+from pasync.errors import ConfigError, ProcessDied
 
 CONSEQUENCE_S = 5.0
 """An error report that is older than a kill by more than this did not follow from it."""
@@ -48,6 +48,8 @@ class Failure:
     process: str
     """Name of the process that failed first."""
     log: Path
+    traceback: str = ""
+    """What led to it, if it is not the user's mistake; ends with an end of line."""
 
 
 def find_cause(logs: Path, exits: list[Exit], ranks_text: str) -> Failure:
@@ -65,8 +67,10 @@ def find_cause(logs: Path, exits: list[Exit], ranks_text: str) -> Failure:
         message = f"{first_kill.name} (pid {first_kill.pid}) was killed by {_signal_name(-first_kill.code)}"
         return Failure(ProcessDied.__name__, message, first_kill.name, log_of(logs, first_kill.name))
     if reports:
-        name = reports[0]["process"]
-        return Failure(reports[0]["error"], reports[0]["message"], name, log_of(logs, name))
+        first_report = reports[0]
+        error, name = first_report["error"], first_report["process"]
+        trace = "" if error == ConfigError.__name__ else first_report["traceback"]
+        return Failure(error, first_report["message"], name, log_of(logs, name), trace)
     first = min(exits, key=lambda e: (e.code == 0, e.time))
     log = log_of(logs, first.name)
     message = f"{first.name} (pid {first.pid}) ended with exit code {first.code}; the end of its log:\n{_last_lines(log)}"

@@ -1,16 +1,20 @@
 """Resumable checkpoints and the exported model.
 
     <run>/checkpoints/iteration-00010/    torch.distributed.checkpoint: master weights and AdamW moments, float32, under the names of
-                                          the Hugging Face checkpoint, and the next iteration; history: `Leader.history`
+                                          the Hugging Face checkpoint, and the next iteration; history: `Leader.history`;
+                                          sha256sums: of all these files
     <run>/model/                          Hugging Face format, for transformers and vLLM
 
-A folder appears under its name only when complete. Every parameter is described as a whole that processes hold pieces of, so a run
+A folder appears under its name only when complete, and is only used if it is what was written. The name holds the number, so there is
+no pointer to the newest that could be wrong. Every parameter is described as a whole that processes hold pieces of, so a run
 may continue on another number of ranks, stages or shards. Data order and schedule are functions of (seed, iteration) and need no state.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import os
 import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,12 +31,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedTokenizerBase
 
+from pasync import checksums, disk
 from pasync.config import Config
-from pasync.errors import TrainingError
+from pasync.errors import CheckpointError
+from pasync.observe.console import say
 from pasync.parallel.optimizer import KEYS
 from pasync.parallel.slices import Slot
 from pasync.trainer import Trainer
 
+OWN_FILES = (".metadata", "history")
+"""Of a checkpoint, written by rank 0 beside the data of all ranks."""
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +60,9 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         self.history = b""
         """Of the checkpoint that the run continues, on rank 0."""
+        self.newest = 0
+        """Iteration that the newest usable checkpoint continues with; 0 if there is none."""
+        self._damaged: set[Path] = set()
 
     def due(self, iteration: int) -> bool:
         """Whether to save after this iteration: every n-th and the last, so that a finished run can be continued too."""
@@ -66,11 +78,12 @@ class Checkpoints:
             history: on rank 0, for the next run's `self.history`.
 
         Raises:
-            TrainingError: on all ranks, if the one before could not be written.
+            CheckpointError: on all ranks, if the one before could not be written, or this one will not fit on the disk.
         """
         self.finish()
         unfinished = self.folder / f"iteration-{iteration:05d}.partial"
-        self.trainer.ranks.on_first(lambda: _empty_folder(unfinished))
+        self.trainer.ranks.on_first(lambda: self._make_room(unfinished))
+        self.newest = iteration
         state = self._described(self._copies()) | {"iteration": torch.tensor(iteration)}
         self._writing = self._thread.submit(self._write, state, history, unfinished)
 
@@ -78,7 +91,7 @@ class Checkpoints:
         """Wait until what is being written is complete.
 
         Raises:
-            TrainingError: on all ranks, if it could not be written; the one before is still there.
+            CheckpointError: on all ranks, if it could not be written; the one before is still there.
         """
         if self._writing is None:
             return
@@ -87,17 +100,16 @@ class Checkpoints:
         _require_written(writing)
 
     def resume(self) -> int:
-        """Load the newest checkpoint of the run folder, if there is one.
+        """Load the newest checkpoint of the run folder that is not damaged, if there is one.
 
         Returns:
             The iteration to do next; 0 without a checkpoint.
 
         Raises:
-            TrainingError: on all ranks, if the checkpoint is of another model, or cannot be read.
+            CheckpointError: on all ranks, if all are damaged, or the one chosen is of another model or cannot be read.
         """
-        ranks = self.trainer.ranks
-        chosen = ranks.from_first(lambda: b"".join(str(p).encode() for p in self._complete()[-1:])).decode()
-        if not chosen:
+        chosen = self._choose()
+        if chosen is None:
             return 0
         copies = self._copies()
         state = self._described(copies) | {"iteration": torch.tensor(0)}
@@ -105,11 +117,43 @@ class Checkpoints:
         try:
             dcp.load(state, checkpoint_id=chosen, process_group=self._group)
         except dcp.api.CheckpointException as error:
-            raise TrainingError(f"{chosen} could not be read: {_cause(error)}") from error
+            raise CheckpointError(f"{chosen} could not be read: {_cause(error)}") from error
         self.trainer.optimizer.load(copies)
         self.trainer.models.refresh_old()
-        self.history = (Path(chosen) / "history").read_bytes()
-        return int(state["iteration"])
+        self.history = (chosen / "history").read_bytes()
+        self.newest = int(state["iteration"])
+        return self.newest
+
+    def _choose(self) -> Path | None:
+        """The newest checkpoint that is what was written, the same on all ranks; None if there is none at all. Says which are damaged."""
+        named = self.trainer.ranks.from_first(lambda: msgspec.json.encode([p.name for p in self._found()]))
+        found = [self.folder / name for name in msgspec.json.decode(named, type=list[str])]
+        for checkpoint in reversed(found):
+            wrong = self._wrong_files(checkpoint)
+            if not wrong:
+                return checkpoint
+            self._damaged.add(checkpoint)
+            if self.trainer.ranks.is_first:
+                say(f"WARNING: checkpoint {checkpoint.name} is damaged and not used: gone or not what was written: {', '.join(wrong)}")
+        if found:
+            raise CheckpointError(f"every checkpoint in {self.folder} is damaged; to start again from iteration 0, move the folder away")
+        return None
+
+    def _wrong_files(self, checkpoint: Path) -> list[str]:
+        """Files of a checkpoint that are not what was written. A collective; each rank reads its part of them."""
+        ranks = self.trainer.ranks
+        listed = ranks.from_first(lambda: msgspec.json.encode(checksums.read(checkpoint, "*.distcp", *OWN_FILES)))
+        expected = msgspec.json.decode(listed, type=dict[str, str])
+        mine = sorted(expected)[ranks.rank :: ranks.size]
+        wrong = ranks.max({name: float(name in mine and not checksums.is_intact(checkpoint / name, expected[name])) for name in expected})
+        return [name for name, is_wrong in wrong.items() if is_wrong]
+
+    def _make_room(self, unfinished: Path) -> None:
+        """Runs on rank 0 before all ranks write; what an interrupted run left half written is of no use."""
+        for left in self.folder.glob("*.partial"):
+            shutil.rmtree(left)
+        unfinished.mkdir(parents=True)
+        disk.require_room(self.folder, sum(math.prod(shape) for _, shape in self.trainer.models.shapes))
 
     def _copies(self) -> dict[str, Tensor]:
         """The optimizer's state, on the host."""
@@ -135,31 +179,59 @@ class Checkpoints:
             stride=torch.empty(shape, device="meta").stride(),
         )
 
-    def _require_same_model(self, chosen: str, state: dict[str, Any]) -> None:
+    def _require_same_model(self, chosen: Path, state: dict[str, Any]) -> None:
         saved = dcp.FileSystemReader(chosen).read_metadata().state_dict_metadata
         for name, tensor in state.items():
             size = getattr(saved.get(name), "size", None)
             if size != tensor.shape:
-                raise TrainingError(f"{chosen} is of another model: it holds {name} as {size}, the model has {tuple(tensor.shape)}")
+                raise CheckpointError(f"{chosen} is of another model: it holds {name} as {size}, the model has {tuple(tensor.shape)}")
 
     def _write(self, state: dict[str, Any], history: bytes, unfinished: Path) -> None:
         """Runs in the writing thread of every rank; returns when all have written."""
         dcp.save(state, checkpoint_id=unfinished, process_group=self._group)
+        digests = self._digests(unfinished)
         if not self.trainer.ranks.is_first:
             return
         (unfinished / "history").write_bytes(history)
+        checksums.write(unfinished, digests | {name: checksums.digest(unfinished / name) for name in OWN_FILES})
+        for path in (unfinished / "history", unfinished / checksums.NAME, unfinished):
+            _to_disk(path)  # torch has done so with its own files
         folder = unfinished.with_suffix("")
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
-        for old in self._complete()[: -self.config.keep]:
-            shutil.rmtree(old)
+        _to_disk(self.folder)  # the name, before older ones go
+        self._damaged.discard(folder)
+        self._delete_old()
         log.info("checkpoint %s is complete", folder.name)
 
-    def _complete(self) -> list[Path]:
-        """Finished checkpoint folders, oldest first."""
-        return sorted(
-            p for p in self.folder.glob("iteration-*") if re.fullmatch(r"iteration-\d{5,}", p.name) and (p / ".metadata").exists()
-        )
+    def _digests(self, unfinished: Path) -> dict[str, str]:
+        """Of all data files. A collective of the writing threads; each rank reads what it wrote."""
+        ranks = self.trainer.ranks
+        mine: dict[str, str] | OSError
+        try:
+            mine = {path.name: checksums.digest(path) for path in unfinished.glob(f"__{ranks.rank}_*")}  # as torch names them
+        except OSError as error:
+            mine = error
+        every: list[dict[str, str] | OSError] = [{} for _ in range(ranks.size)]
+        dist.all_gather_object(every, mine, group=self._group)
+        digests = dict[str, str]()
+        for found in every:
+            if isinstance(found, OSError):
+                raise found
+            digests |= found
+        return digests
+
+    def _delete_old(self) -> None:
+        """All but the newest `keep` that can be used."""
+        kept = [path for path in self._found() if path not in self._damaged][-self.config.keep :]
+        for path in self._found():
+            if path not in kept:
+                shutil.rmtree(path)
+
+    def _found(self) -> list[Path]:
+        """Folders that have a checkpoint's name, oldest first."""
+        found = [path for path in self.folder.glob("iteration-*") if re.fullmatch(r"iteration-\d{5,}", path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("iteration-")))
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -177,7 +249,7 @@ def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -
 
 def _require_written(writing: Future[None]) -> None:
     if error := writing.exception():
-        raise TrainingError(f"a checkpoint could not be written: {_cause(error)}") from error
+        raise CheckpointError(f"a checkpoint could not be written: {_cause(error)}") from error
 
 
 def _cause(error: BaseException) -> str:
@@ -186,6 +258,15 @@ def _cause(error: BaseException) -> str:
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank-{rank}: {first}"
     return str(error)
+
+
+def _to_disk(path: Path) -> None:
+    """Return when what was written to a file or folder survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _empty_folder(path: Path) -> None:

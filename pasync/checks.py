@@ -226,7 +226,7 @@ def server(config: Config, run: Path) -> Iterator[Finding]:
     model = config.model.model_copy(update={"path": str(prepare.folder(config.model.path).resolve())})
     save(config.model_copy(update={"rollout": rollout, "model": model}), run / "config.yaml")
     placement.save(run / "placement.json")
-    _supervised(run, [run_commands(placement, run)[0], Command("ranks", [sys.executable, "-m", "pasync.checks", "ask", str(run)])])
+    _supervised(run, [run_commands(config, placement, run)[0], Command("ranks", [sys.executable, "-m", "pasync.checks", "ask", str(run)])])
     yield ok((run / "answer").read_text())
 
 

@@ -210,6 +210,8 @@ class CheckpointConfig(Section):
     """Save a resumable checkpoint every n iterations and after the last; 0: only the final model."""
     keep: int = Field(2, ge=1)
     """Older checkpoints are deleted."""
+    grace_s: float = Field(60.0, gt=0)
+    """With `every`: after SIGTERM the ranks have so long to save where they are. Choose less than the scheduler waits before SIGKILL."""
 
 
 class DeviceConfig(Section):
@@ -224,6 +226,8 @@ class DeviceConfig(Section):
 class RunConfig(Section):
     dir: str | None = None
     """The run folder; unset means runs/<name>-<time>. A folder with checkpoints is continued."""
+    max_restarts: int = Field(0, ge=0)
+    """How often the launcher starts all processes again, from the newest checkpoint, after a failure that is not a ConfigError."""
 
 
 class Config(Section):

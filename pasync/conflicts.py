@@ -27,6 +27,8 @@ def conflicts(config: Config) -> list[str]:
         found.append("parallel.data=fsdp: adds up gradients in float32, parallel.accumulate=exact needs parallel.data=zero1")
     if c.parallel.data == "fsdp" and c.model.offload_reference:
         found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
+    if c.device.nodes > 1 and c.run.max_restarts:
+        found.append(f"run.max_restarts={c.run.max_restarts}: of several nodes (device.nodes) none starts again alone, set 0")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
     for key, value in (("device.count", c.device.count), ("run.dir", c.run.dir)):
@@ -63,6 +65,8 @@ def conflicts(config: Config) -> list[str]:
             found.append(f"rollout.{key}={getattr(c.rollout, key)}: only rollout.source=replay:<run folder> has an order to choose")
     if c.algorithm.refill_limit and c.algorithm.filter_zero_variance != "refill":
         found.append(f"algorithm.refill_limit={c.algorithm.refill_limit}: needs algorithm.filter_zero_variance=refill")
+    if c.run.max_restarts and not c.checkpoint.every:
+        found.append(f"run.max_restarts={c.run.max_restarts}: nothing to continue from, needs checkpoint.every of at least 1")
     if not c.trains and (c.checkpoint.every or c.schedule == "one_step_off"):
         found.append("rollout.source=only: trains nothing, so set checkpoint.every=0 and schedule=periodic")
     return found

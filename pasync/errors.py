@@ -31,13 +31,23 @@ class ProcessDied(PasyncError):
 
 
 class TrainingError(PasyncError):
-    """A gradient or loss is not a finite number, or a checkpoint does not fit the run."""
+    """A gradient or loss is not a finite number."""
 
 
-_BY_NAME = {e.__name__: e for e in (PasyncError, RolloutError, WeightSyncError, ProcessDied, TrainingError)}
+class CheckpointError(PasyncError):
+    """A checkpoint cannot be written, or none that is there can be continued."""
 
 
-def error_named(name: str, message: str) -> PasyncError:
+class Preempted(Exception):
+    """No failure: the run was asked to end, and can be continued."""
+
+
+_BY_NAME: dict[str, type[PasyncError | Preempted]] = {
+    e.__name__: e for e in (PasyncError, RolloutError, WeightSyncError, ProcessDied, TrainingError, CheckpointError, Preempted)
+}
+
+
+def error_named(name: str, message: str) -> PasyncError | Preempted:
     """Rebuild an error that crossed a process boundary; foreign types keep their name in the message."""
     known = _BY_NAME.get(name)
     return known(message) if known else PasyncError(f"{name}: {message}")

@@ -5,7 +5,8 @@
 Of several nodes each runs its own launcher with `--node-rank N --address HOST:PORT`, and starts what is placed on it. Node 0 makes the
 keys that the others' servers need; their own logs are in <run folder>/node-N.
 
-Exit codes: 0 trained to the end, 1 something failed, 2 the configuration cannot work, 130 Ctrl-C, 143 SIGTERM.
+Exit codes: 0 trained to the end, 1 something failed, 2 the configuration cannot work, 75 SIGTERM and the same command continues where
+it came, 130 Ctrl-C, 143 SIGTERM and nothing was saved for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 import yaml
 
 from pasync import device as devices
-from pasync import estimate
+from pasync import disk, estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
@@ -32,9 +33,11 @@ from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
+from pasync.processes import stop_report
 from pasync.supervisor import Command, RunFailed, Stopped, Supervisor
 from pasync.transport.channel import Keys
 
+FAILED, CANNOT_WORK, CAN_CONTINUE = 1, 2, os.EX_TEMPFAIL
 STOP_WORDS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Terminated"}
 
 
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         return launch(config, placement, partial(run_commands, config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_WORK
     except KeyboardInterrupt:  # before there is a supervisor, which takes signals itself
         print("Interrupted: nothing was started", file=sys.stderr)
         return 130
@@ -77,7 +80,10 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
         return found
     found += prepare.problems(config) + _missing_data(config)
     geometry, _ = _geometry(config)
-    return found + estimate.problems(config, geometry, _machine(config, kind)) if geometry and kind == "cpu" else found
+    if not geometry:
+        return found
+    found += disk.problems(config, geometry, Path(config.run.dir or "runs").resolve())
+    return found + estimate.problems(config, geometry, _machine(config, kind)) if kind == "cpu" else found
 
 
 def placed(config: Config, dry_run: bool, node: int | None = None, meeting: str | None = None) -> Placement:
@@ -122,15 +128,26 @@ def memory(config: Config, kind: str) -> str:
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:
-    """Start everything, wait for the end, say how it went. Returns the exit code; no process is left.
+    """Start everything, wait for the end, say how it went; after a failure again, if `run.max_restarts` allows. Returns the exit code.
+
+    No process is left.
 
     Args:
         config: the whole tree.
         placement: where its processes run.
         commands: what to start; the last one is the work, and the run ends with it.
     """
-    whole = new_run_folder(config)
+    whole, restarts = new_run_folder(config), config.run.max_restarts
     run = whole / f"node-{placement.node}" if placement.node else whole
+    while (code := _launch_once(config, placement, commands, whole, run)) == FAILED and restarts:
+        restarts -= 1
+        _say(run, f"starting again from the newest checkpoint, {restarts} of run.max_restarts={config.run.max_restarts} left")
+    return code
+
+
+def _launch_once(
+    config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]], whole: Path, run: Path
+) -> int:
     screen = Screen()
     try:
         with Supervisor(run, screen) as processes:
@@ -143,14 +160,19 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
             work = [processes.start(command) for command in commands(placement, run)][-1]
             if placement.servers and not placement.node:  # rank 0 says how this goes on
                 screen.show(Progress("starting servers", 0, len(placement.servers)))
-            processes.wait_for(work)
+            processes.wait_for(work, config.checkpoint.grace_s if config.checkpoint.every else 0.0)
             processes.let_finish()  # the trainer has told the servers to stop
     except RunFailed as failed:
-        print(f"{failed.failure.error}: {failed.failure.message}\nlog: {failed.failure.log} ({failed.failure.process})", file=sys.stderr)
-        return 1
+        failure = failed.failure
+        _say(run, f"{failure.traceback}{failure.error}: {failure.message}\nlog: {failure.log} ({failure.process})")
+        return CANNOT_WORK if failure.error == ConfigError.__name__ else FAILED
     except Stopped as stopped:
-        print(f"{STOP_WORDS[signal.Signals(stopped.number)]}: all processes of {run} have ended", file=sys.stderr)
-        return 128 + stopped.number
+        if not stop_report(run):
+            print(f"{STOP_WORDS[signal.Signals(stopped.number)]}: all processes of {run} have ended", file=sys.stderr)
+            return 128 + stopped.number
+    if iteration := stop_report(run):
+        print(f"Terminated: the same command with run.dir={run} continues with iteration {iteration}", file=sys.stderr)
+        return CAN_CONTINUE
     print(f"done: {run}", flush=True)
     return 0
 
@@ -192,6 +214,13 @@ def _keys(config: Config, node: int, whole: Path, processes: Supervisor) -> Path
     elif not processes.wait_until(path.exists, config.rollout.start_s):
         raise ConfigError(f"{path}: not there after rollout.start_s={config.rollout.start_s}: node 0 must run in this very folder")
     return path
+
+
+def _say(run: Path, text: str) -> None:
+    """Tell the user, and keep it: the next start removes the reports of this one."""
+    print(text, file=sys.stderr)
+    with (run / "logs" / "launcher.log").open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def _missing_data(config: Config) -> list[str]:

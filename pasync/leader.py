@@ -24,6 +24,7 @@ from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
 from pasync.observe.trace import Trace
 from pasync.placement import Placement
+from pasync.preemption import preemption
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.recording import Recording, ReplayProducer, record
 from pasync.trainer import Trainer
@@ -60,7 +61,8 @@ class Leader:
 
     def start(self, stack: ExitStack) -> None:
         """Wait for the servers and join them for weight transfer."""
-        stack.enter_context(self.source)
+        with preemption.ends_wait():
+            stack.enter_context(self.source)
         if isinstance(self.source, RolloutProducer):
             shapes, placement = self.trainer.models.shapes, self.placement
             self.sender = WeightSender(self.config, self.source, shapes, placement.kind, placement.host)
@@ -80,6 +82,7 @@ class Leader:
 
         `one_step_off` submits batch t + 1 here, and returns with batch t, which the weights of version t - 1 have sampled meanwhile.
         """
+        preemption.check()
         self.began = time.time()
         ahead = self.config.schedule == "one_step_off"
         if ahead and t > self.first:
@@ -154,7 +157,8 @@ class Leader:
             self.source.submit(prompts, t, sampling)
             rewards = []
             while self.source.in_flight:
-                group = self.source.next_group(t)
+                with preemption.ends_wait():
+                    group = self.source.next_group(t)
                 assert group is not None
                 rewards += group.rewards
                 progress("evaluating", len(rewards), len(prompts))

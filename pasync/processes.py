@@ -25,6 +25,8 @@ from pasync.errors import ConfigError, PasyncError
 RUN_ID = "PASYNC_RUN_ID"
 LAUNCHER_PID = "PASYNC_LAUNCHER_PID"
 PR_SET_PDEATHSIG = 1
+STOPPED = "stopped"
+"""File in the folder of logs, see `report_stop`."""
 
 
 def die_with_parent() -> None:
@@ -54,12 +56,20 @@ def report_fatal(run_dir: Path, name: str) -> Iterator[None]:
         traceback.print_exc()
         root = _named_error(error)
         report = {"process": name, "error": type(root).__name__, "message": str(root), "time": time.time()}
-        target = run_dir / "logs" / f"{name}.error.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        draft = target.with_suffix(".draft")
-        draft.write_text(json.dumps(report | {"traceback": traceback.format_exc()}))
-        draft.replace(target)
+        report["traceback"] = "".join(traceback.format_exception(error)[:-1])  # without the error itself
+        _write_whole(run_dir / "logs" / f"{name}.error.json", json.dumps(report))
         sys.exit(1)
+
+
+def report_stop(run_dir: Path, iteration: int) -> None:
+    """Tell the launcher that the run was asked to end, did, and continues with `iteration`."""
+    _write_whole(run_dir / "logs" / STOPPED, str(iteration))
+
+
+def stop_report(run_dir: Path) -> str:
+    """Iteration that the ranks stopped before because they were asked to; "" if they did not."""
+    path = run_dir / "logs" / STOPPED
+    return path.read_text() if path.exists() else ""
 
 
 def all_in_run(run_id: str) -> list[psutil.Process]:
@@ -86,6 +96,14 @@ def kill_run(run_id: str, timeout_s: float = 10.0) -> int:
         killed |= {process.pid for process in processes}
         psutil.wait_procs(processes, timeout=0.5)
     return len(killed)
+
+
+def _write_whole(target: Path, text: str) -> None:
+    """Write a file that is there either whole or not at all, also when several processes write it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_suffix(f".{os.getpid()}.draft")
+    draft.write_text(text)
+    draft.replace(target)
 
 
 def _named_error(error: BaseException) -> BaseException:

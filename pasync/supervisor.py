@@ -22,12 +22,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import psutil
+
 import pasync
 from pasync import guard
 from pasync.cause import Exit, Failure, find_cause
 from pasync.errors import ConfigError
 from pasync.observe.console import Screen, Tail, parse
-from pasync.processes import LAUNCHER_PID, RUN_ID, all_in_run, kill_run
+from pasync.processes import LAUNCHER_PID, RUN_ID, STOPPED, all_in_run, kill_run
 
 TICK_S = 0.1
 SETTLE_S = 2.0
@@ -99,8 +101,8 @@ class Supervisor:
         if left := all_in_run(self.run_id):
             raise ConfigError(f"run.dir={self.run_dir}: another run is still working there, pids {[p.pid for p in left]}")
         self.logs.mkdir(parents=True, exist_ok=True)
-        for old in self.logs.glob("*.error.json"):
-            old.unlink()  # of the run that this one continues
+        for old in (*self.logs.glob("*.error.json"), self.logs / STOPPED):
+            old.unlink(missing_ok=True)  # of the run that this one continues
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
         self._guard = Child("guard", guard.start(self.run_id, _base_environment()), None)
@@ -129,17 +131,25 @@ class Supervisor:
         self.children.append(Child(command.name, process, tail))
         return self.children[-1]
 
-    def wait_for(self, main: Child) -> None:
+    def wait_for(self, main: Child, grace_s: float = 0.0) -> None:
         """Return when `main` has ended with code 0, the others still at work.
 
         Waits without a deadline, because the processes have their own. Woken by a signal, else every TICK_S.
 
+        Args:
+            grace_s: after SIGTERM, `main` is torchrun and its ranks have so long to save; 0: they have nothing to save.
+
         Raises:
             RunFailed: another process ended before, `main` ended with another code, or somebody reported an error.
-            Stopped: by a signal.
+            Stopped: by a signal; after SIGTERM only if `main` did not end with code 0 in time.
         """
         while not (exit := main.poll()) or exit.code != 0:
-            self._tick()
+            try:
+                self._tick()
+            except Stopped as stopped:
+                if stopped.number != signal.SIGTERM or not self._let_save(main, grace_s):
+                    raise
+                continue
             if self._failed():
                 self.let_finish(SETTLE_S)
                 ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
@@ -161,6 +171,26 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(child.poll() is None for child in self.children):
             self._tick()
+
+    def _let_save(self, main: Child, grace_s: float) -> bool:
+        """Ask the ranks themselves, not torchrun, which would kill them after 30 s; whether it all ended well in time.
+
+        What happens to the other processes is of no interest: whoever sent SIGTERM may have sent it to them, too.
+        """
+        if not grace_s:
+            return False
+        self.screen.say(f"SIGTERM: the ranks save where they are, for at most checkpoint.grace_s={grace_s} s")
+        with suppress(psutil.NoSuchProcess):
+            for rank in psutil.Process(main.process.pid).children():
+                rank.terminate()
+        deadline = time.monotonic() + grace_s
+        while main.poll() is None and time.monotonic() < deadline:
+            try:
+                self._tick()
+            except Stopped as again:
+                if again.number != signal.SIGTERM:  # which often comes twice
+                    raise
+        return main.exit is not None and main.exit.code == 0
 
     def _failed(self) -> bool:
         """Whether a process ended badly or too early. A server may end well a little before the ranks do."""

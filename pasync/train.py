@@ -22,13 +22,15 @@ from pasync.checkpoint import Checkpoints
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import PromptStream
+from pasync.errors import Preempted
 from pasync.leader import Leader
 from pasync.messages import Group
 from pasync.model.causal_lm import load_tokenizer
 from pasync.observe.trace import Trace
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.placement import Placement
-from pasync.processes import die_with_parent, report_fatal
+from pasync.preemption import preemption
+from pasync.processes import die_with_parent, report_fatal, report_stop
 from pasync.stream import stream_micro_batches
 from pasync.trainer import Trainer
 
@@ -48,15 +50,29 @@ def train(config: Config, run: Path, placement: Placement, ranks: Ranks) -> None
     if leader:
         leader.recall(checkpoints.history)
     with ExitStack() as stack:
-        lead(trainer, leader, Leader.start, stack)
-        for t in range(first, config.iterations):
-            iterate(t, config, leader, trainer, trace)
-            if checkpoints.due(t):
-                with trace.span("checkpoint", t):
-                    log.info("iteration %d: checkpoint", t)
-                    checkpoints.save(t + 1, leader.history if leader else b"")
-        lead(trainer, leader, Leader.end, tokenizer)
-        checkpoints.finish()
+        done = first
+        try:
+            lead(trainer, leader, Leader.start, stack)
+            for t in range(first, config.iterations):
+                iterate(t, config, leader, trainer, trace)
+                done = t + 1
+                if checkpoints.due(t):
+                    with trace.span("checkpoint", t):
+                        log.info("iteration %d: checkpoint", t)
+                        checkpoints.save(done, leader.history if leader else b"")
+            lead(trainer, leader, Leader.end, tokenizer)
+            checkpoints.finish()
+        except Preempted:  # on all ranks, and never after an optimizer step has begun
+            stop(checkpoints, done, leader, run)
+
+
+def stop(checkpoints: Checkpoints, done: int, leader: Leader | None, run: Path) -> None:
+    """Save what is not saved yet, and tell the launcher that the run can be continued. Runs on every rank."""
+    if checkpoints.newest < done:
+        log.info("SIGTERM: checkpoint, to continue with iteration %d", done)
+        checkpoints.save(done, leader.history if leader else b"")
+    checkpoints.finish()
+    report_stop(run, done)
 
 
 def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, trace: Trace) -> None:
@@ -96,6 +112,8 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s rank-{rank} %(name)s %(levelname)s %(message)s")
     with report_fatal(run, f"rank-{rank}"):
         config, placement = load(run / "config.yaml"), Placement.load(run / "placement.json")
+        if config.checkpoint.every:
+            preemption.listen()
         if placement.kind == "cpu":
             devices.pin(placement.ranks[rank])
         layout = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}

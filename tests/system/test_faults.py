@@ -79,7 +79,7 @@ def test_sigterm_ends_everything(tmp_path):
     process = at_phase(tmp_path / "run", "generation")
     os.kill(process.pid, signal.SIGTERM)
     code, last = ended(process, tmp_path / "run")
-    assert code == 143 and "Terminated" in last
+    assert code == 75 and "Terminated" in last and "continues with iteration" in last
 
 
 def test_a_killed_engine_inside_a_server_ends_the_run_by_name(tmp_path):

@@ -1,7 +1,9 @@
 """Save on one layout, continue on another."""
 
 import os
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +14,11 @@ from groups import make_group
 from textbook import small_config
 from workers import free_port, run_ranks
 
-from pasync import checkpoint
+from pasync import checkpoint, checksums, disk
 from pasync.checkpoint import Checkpoints
-from pasync.errors import PasyncError, TrainingError
-from pasync.model.tiny import random_model
+from pasync.errors import CheckpointError, PasyncError
+from pasync.geometry import read_geometry
+from pasync.model.tiny import new_model, random_model, save_model
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.trainer import Trainer
 
@@ -87,8 +90,8 @@ def test_only_complete_checkpoints_are_chosen_and_the_oldest_deleted(tmp_path, m
     folder = tmp_path / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration-00002", "iteration-00003"]
     (folder / "iteration-00009.partial").mkdir()
-    (folder / "iteration-00008").mkdir()  # somebody emptied it
-    assert train(alone, tmp_path, model, 3)[0] == 3
+    assert train(alone, tmp_path, model, 4)[0] == 3
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration-00003", "iteration-00004"]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_named_error_and_keeps_the_one_before(tmp_path, model, alone, monkeypatch):
@@ -97,7 +100,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_named_error_and_keeps_the_one_
 
     train(alone, tmp_path, model, 1)
     monkeypatch.setattr(checkpoint.dcp, "save", full)
-    with pytest.raises(TrainingError, match="could not be written: no space left"):
+    with pytest.raises(CheckpointError, match="could not be written: no space left"):
         train(alone, tmp_path, model, 2)
     monkeypatch.undo()
     assert train(alone, tmp_path, model, 2)[0] == 1
@@ -120,20 +123,103 @@ def failing(ranks: Ranks, folder: Path, model: Path, where: str) -> str:
 
 @pytest.mark.parametrize(("where", "cause"), [("naming", ""), ("writing", "rank-1: ")])
 def test_what_one_rank_cannot_write_is_named_on_all(tmp_path, model, where, cause):
-    named = f"TrainingError: a checkpoint could not be written: {cause}no space left on device"
+    named = f"CheckpointError: a checkpoint could not be written: {cause}no space left on device"
     assert set(run_ranks(failing, 2, tmp_path, model, where)) == {named}
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path, model, alone):
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def flip_digit(path: Path) -> None:
+    text = path.read_text()
+    path.write_text(("0" if text[0] != "0" else "1") + text[1:])
+
+
+DATA, LIST = ("__0_0.distcp", "__1_0.distcp"), checksums.NAME
+DAMAGE = [
+    (flip_byte, DATA[1], DATA[1]), (cut_half, DATA[0], DATA[0]), (Path.unlink, DATA[1], DATA[1]),
+    (flip_byte, ".metadata", ".metadata"), (Path.unlink, ".metadata", ".metadata"), (Path.unlink, "history", "history"),
+    (Path.unlink, LIST, LIST), (cut_half, LIST, f".*{LIST}.*"), (flip_digit, LIST, ".metadata"), (cut_last_line, LIST, "history"),
+]  # fmt: skip
+"""What is done to which file, and the files that are named for it."""
+
+
+@pytest.fixture(scope="module")
+def by_two_ranks(model, tmp_path_factory) -> Path:
+    """Checkpoints 1 and 2 of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ranks(train, 2, folder, model, 2)
+    return folder / "checkpoints"
+
+
+def test_checksums_are_those_of_sha256sum(by_two_ranks):
+    folder = by_two_ranks / "iteration-00002"
+    done = subprocess.run(["sha256sum", "--strict", "-c", checksums.NAME], cwd=folder, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == len(list(folder.iterdir())) - 1 == 4
+
+
+@pytest.mark.parametrize(("damage", "name", "named"), DAMAGE, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, model, alone, by_two_ranks, capsys, damage, name, named):
+    folder = Path(shutil.copytree(by_two_ranks, tmp_path / "checkpoints"))
+    damage(folder / "iteration-00002" / name)
+    assert train(alone, tmp_path, model, 1)[0] == 1
+    said = capsys.readouterr().out
+    pattern = f"WARNING: checkpoint iteration-00002 is damaged and not used: gone or not what was written: {named}\n"
+    assert re.search(pattern, said) and "iteration-00001" not in said
+
+
+def test_every_rank_goes_back_to_the_same_checkpoint_and_the_damaged_one_does_not_count_as_kept(tmp_path, model, by_two_ranks):
+    folder = Path(shutil.copytree(by_two_ranks, tmp_path / "checkpoints"))
+    flip_byte(folder / "iteration-00002" / "__0_0.distcp")
+    shutil.copytree(folder / "iteration-00002", folder / "iteration-00007")
+    assert [first for first, _ in run_ranks(train, 2, tmp_path, model, 2)] == [1, 1]
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration-00001", "iteration-00002"]
+    assert [first for first, _ in run_ranks(train, 2, tmp_path, model, 2)] == [2, 2]
+
+
+def test_if_every_checkpoint_is_damaged_the_run_does_not_begin_again_in_silence(tmp_path, model, alone, by_two_ranks):
+    folder = Path(shutil.copytree(by_two_ranks, tmp_path / "checkpoints"))
+    for checkpoint_ in folder.iterdir():
+        cut_half(checkpoint_ / "__0_0.distcp")
+    for _ in range(2):  # and looking changes nothing
+        with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
+            train(alone, tmp_path, model, 2)
+
+
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, model, alone, monkeypatch):
     train(alone, tmp_path, model, 1)
-    [data] = (tmp_path / "checkpoints" / "iteration-00001").glob("*.distcp")
-    data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(TrainingError, match="iteration-00001 could not be read: rank-0"):
+    folder = tmp_path / "checkpoints"
+    size = sum(p.stat().st_size for p in (folder / "iteration-00001").iterdir())
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=size // 2))
+    monkeypatch.setattr(checkpoint.dcp, "save", None)
+    with pytest.raises(CheckpointError, match=r"the disk is full: a checkpoint takes .* has .* left"):
         train(alone, tmp_path, model, 2)
+    monkeypatch.undo()
+    assert train(alone, tmp_path, model, 2)[0] == 1
+
+
+def test_the_room_asked_for_is_what_a_checkpoint_takes(tmp_path, alone):
+    save_model(new_model("qwen2", hidden=256, layers=4, heads=4, intermediate=1024, positions=1024, tied=True), tmp_path / "larger")
+    train(alone, tmp_path, tmp_path / "larger", 1)
+    size = sum(p.stat().st_size for p in (tmp_path / "checkpoints" / "iteration-00001").iterdir())
+    asked = disk.SPARE * disk.STATE_BYTES * read_geometry(tmp_path / "larger").num_parameters
+    assert size <= asked < 1.05 * size
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, model, alone):
     train(alone, tmp_path, model, 1)
     random_model(tmp_path / "other", "qwen3", tied=False)
-    with pytest.raises(TrainingError, match="is of another model: it holds .* as None"):
+    with pytest.raises(CheckpointError, match="is of another model: it holds .* as None"):
         train(alone, tmp_path, tmp_path / "other", 2)

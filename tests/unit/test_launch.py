@@ -237,6 +237,90 @@ def test_a_signal_ends_everything_in_seconds(config_file: Path, number: int, cod
     assert result == code and lines[-1].startswith(f"{word}: ") and time.monotonic() - asked < 5
 
 
+def with_checkpoints(config_file: Path, max_restarts: int = 0) -> None:
+    text = config_file.read_text().replace("/run}", f"/run, max_restarts: {max_restarts}}}")
+    config_file.write_text(text + "checkpoint: {every: 1, grace_s: 4}\n")
+
+
+def torchrun(config_file: Path, body: str) -> list[str]:
+    """Two ranks that do this."""
+    script = config_file.with_suffix(".py")
+    script.write_text(f"import os, signal, sys, time\nfrom pathlib import Path\nfrom pasync.observe.console import say\n{body}")
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+
+
+SAVING = """
+from pasync.processes import report_stop
+def save(*_):
+    time.sleep(0.5)
+    report_stop(Path({run!r}), 7)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+say(f"rank {{os.environ['RANK']}} of {{os.getppid()}}")
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("to_torchrun_too", [False, True])
+def test_ranks_that_save_when_told_to_end_make_the_run_continuable(config_file: Path, to_torchrun_too: bool) -> None:
+    with_checkpoints(config_file)
+    launcher = start(config_file, FOREVER, *torchrun(config_file, SAVING.format(run=str(config_file.parent / "run"))))
+    ready = [rank_line(launcher), rank_line(launcher)]
+    launcher.send_signal(signal.SIGTERM)
+    if to_torchrun_too:  # it ends with an error then, and the ranks are told twice
+        os.kill(int(ready[0].split()[-1]), signal.SIGTERM)
+    code, lines = ended(launcher, config_file)
+    assert code == 75 and lines[-1] == f"Terminated: the same command with run.dir={config_file.parent}/run continues with iteration 7"
+
+
+def rank_line(launcher: subprocess.Popen[str]) -> str:
+    assert launcher.stdout
+    while not (line := launcher.stdout.readline()).startswith("rank "):
+        assert line, "ended without a rank"
+    return line
+
+
+def test_ranks_that_do_not_save_in_time_are_ended(config_file: Path) -> None:
+    with_checkpoints(config_file)
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay(f\"rank {os.environ['RANK']}\")\nwhile True: signal.pause()"
+    launcher = start(config_file, FOREVER, *torchrun(config_file, stubborn))
+    rank_line(launcher), rank_line(launcher)
+    asked = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    code, lines = ended(launcher, config_file)
+    assert code == 143 and lines[-1].startswith("Terminated: all processes") and 4 <= time.monotonic() - asked < 15
+
+
+RAISES = "from pasync.errors import {error}\nfrom pasync.processes import report_fatal\nwith report_fatal(Path({run!r}), 'rank-0'):\n"
+
+
+@pytest.mark.parametrize(("error", "code", "starts"), [("TrainingError", 1, 3), ("ConfigError", 2, 1)])
+def test_a_failed_run_is_started_again_unless_the_configuration_is_to_blame(config_file: Path, error: str, code: int, starts: int) -> None:
+    with_checkpoints(config_file, max_restarts=2)
+    body = RAISES.format(error=error, run=str(config_file.parent / "run")) + f"  say('rank'); raise {error}('no good')"
+    head = "import os, signal, sys, time\nfrom pathlib import Path\nfrom pasync.observe.console import say\n"
+    result, lines = ended(start(config_file, FOREVER, "-c", head + body), config_file)
+    assert result == code and lines.count("rank") == starts and lines[-2] == f"{error}: no good"
+    assert sum("starting again" in line for line in lines) == starts - 1
+    log = (config_file.parent / "run" / "logs" / "launcher.log").read_text()
+    assert log.count(f"{error}: no good\nlog: ") == starts
+
+
+def test_a_run_that_failed_once_is_started_again_and_ends_well(config_file: Path) -> None:
+    with_checkpoints(config_file, max_restarts=1)
+    once = config_file.parent / "once"
+    body = f"from pathlib import Path; once = Path({str(once)!r}); fails = not once.exists(); once.touch(); assert not fails"
+    code, lines = ended(start(config_file, FOREVER, "-c", body), config_file)
+    assert code == 0 and lines[-1].startswith("done: ") and sum("starting again" in line for line in lines) == 1
+
+
+def test_the_traceback_of_a_failed_rank_comes_before_its_name(config_file: Path) -> None:
+    body = RAISES.format(error="TrainingError", run=str(config_file.parent / "run")) + "  [][1]"
+    code, lines = ended(start(config_file, FOREVER, "-c", f"from pathlib import Path\n{body}"), config_file)
+    assert code == 1 and lines[-2] == "IndexError: list index out of range" and lines[-1].endswith("(rank-0)")
+    assert "Traceback (most recent call last):" in lines
+
+
 def test_a_second_run_in_a_folder_in_use_is_refused(config_file: Path) -> None:
     launcher = start(config_file, FOREVER, "-c", FOREVER)
     until(launcher, "server-0 | up")
@@ -247,7 +331,7 @@ def test_a_second_run_in_a_folder_in_use_is_refused(config_file: Path) -> None:
 
 
 def test_a_kill_outranks_errors_of_the_same_moment_but_not_an_older_one(tmp_path: Path) -> None:
-    report = '{"process": "rank-0", "error": "RolloutError", "message": "server-0 is silent", "time": 100.0}'
+    report = '{"process": "rank-0", "error": "RolloutError", "message": "server-0 is silent", "time": 100.0, "traceback": ""}'
     (tmp_path / "rank-0.error.json").write_text(report)
     assert find_cause(tmp_path, [Exit("server-0", 5, -9, 100.5)], "").error == "ProcessDied"
     assert find_cause(tmp_path, [Exit("server-0", 5, -9, 190.0)], "").error == "RolloutError"
@@ -255,7 +339,7 @@ def test_a_kill_outranks_errors_of_the_same_moment_but_not_an_older_one(tmp_path
 
 def test_of_several_errors_the_earliest_counts(tmp_path: Path) -> None:
     for name, moment in (("rank-0", 3), ("server-0", 2), ("rank-1", 4)):
-        report = {"process": name, "error": "RolloutError", "message": "lost", "time": moment}
+        report = {"process": name, "error": "RolloutError", "message": "lost", "time": moment, "traceback": ""}
         (tmp_path / f"{name}.error.json").write_text(json.dumps(report))
     assert find_cause(tmp_path, [], "").process == "server-0"
 

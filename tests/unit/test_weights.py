@@ -220,7 +220,8 @@ def test_a_server_that_does_not_receive_ends_in_a_named_error_within_the_deadlin
     sender = WeightSender(config(tmp_path, deadline_s=2), servers, SHAPES, "cpu")
     servers.receivers.clear()  # the server forgets its group: nobody is at the other end
     servers.tell = lambda server, message: None  # type: ignore[method-assign]
-    with pytest.raises(WeightSyncError, match=r"sending version 0 failed after 2.\d s: TimeoutError: a server did not take part within 2 s"):
+    late = r"sending version 0 failed after 2.\d s: TimeoutError: a server did not take part within 2 s"
+    with pytest.raises(WeightSyncError, match=late):
         sender.publish(weights(0), 0)
 
 
