@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -21,6 +23,7 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.doctor import Check, examine, findings
 from pasync.model import tiny
+from pasync.processes import all_in_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +45,7 @@ def changed(config: Config, section: str, **values: object) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def found(tmp_path: Path, look, deadline_s: float = 50) -> list[tuple[str, str]]:
+def found(tmp_path: Path, look, deadline_s: float = 120) -> list[tuple[str, str]]:
     """What the doctor makes of a check, in a process of its own."""
     return [tuple(finding) for finding in examine(Check(f"look-{len(list(tmp_path.iterdir()))}", look, deadline_s), tmp_path)]
 
@@ -60,6 +63,7 @@ def test_nothing_is_said_against_a_run_that_can_be_done(tmp_path, config):
     assert said["reward"] == [("ok", "math scores the reference answer 'so\n#### 42' with 1")]
 
 
+@pytest.mark.timeout(150)
 def test_ranks_that_do_not_reach_each_other_are_told_with_their_log(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
@@ -209,14 +213,34 @@ def test_what_would_fail_for_the_same_reason_is_not_tried(tmp_path):
     assert [(name, level) for name, (level, _) in findings(table, tmp_path)] == [("a", "fail"), ("b", "ok"), ("c", "warn"), ("d", "warn")]
 
 
+@pytest.mark.timeout(150)
 def test_a_broken_configuration_fails_and_the_machine_is_looked_at_all_the_same(tmp_path):
     (tmp_path / "broken.yaml").write_text("{name: x, iterrations: 1}")
     command = [sys.executable, "-m", "pasync.doctor", str(tmp_path / "broken.yaml")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, env=env, cwd=tmp_path)
     lines = done.stdout.splitlines()
     assert done.returncode == 1 and done.stderr == ""
     assert any(line.startswith("fail  configuration  iterrations=1: unknown key") and "Did you mean iterations?" in line for line in lines)
     levels = {line.split()[1]: line.split()[0] for line in lines}
     del levels["configuration"], levels["packages"]  # the tests run with other sets too
     assert levels == {name: "ok" for name in ("python", "companions", "devices", "ports", "shared-memory", "broadcast")}
+
+
+@pytest.mark.timeout(150)
+def test_a_killed_doctor_leaves_no_process(tmp_path):
+    env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    doctor = subprocess.Popen([sys.executable, "-m", "pasync.doctor"], stdout=subprocess.DEVNULL, env=env, cwd=tmp_path)
+
+    def started() -> list[psutil.Process]:
+        return [process for run in tmp_path.glob("*/broadcast") for process in all_in_run(str(run))]
+
+    end = time.monotonic() + 120
+    while len(started()) < 3:  # torchrun and two ranks
+        assert doctor.poll() is None and time.monotonic() < end
+        with suppress(subprocess.TimeoutExpired):
+            doctor.wait(0.05)
+    doctor.kill()
+    doctor.wait(10)
+    psutil.wait_procs(started(), timeout=10)
+    assert not started()
