@@ -29,6 +29,8 @@ def conflicts(config: Config) -> list[str]:
         found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
+    if c.algorithm.max_kl and not c.algorithm.kl_coef:
+        found.append(f"algorithm.max_kl={c.algorithm.max_kl}: KL is only known with a reference model, set algorithm.kl_coef above 0")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:

@@ -26,6 +26,10 @@ class WeightSyncError(PasyncError):
     """A server does not hold the weights of the version it should."""
 
 
+class RewardError(PasyncError):
+    """The reward function failed and `rewards.on_error` does not let it pass."""
+
+
 class ProcessDied(PasyncError):
     """A process of the run ended although it should be running."""
 
@@ -34,7 +38,7 @@ class TrainingError(PasyncError):
     """A gradient or loss is not a finite number, or a checkpoint does not fit the run."""
 
 
-_BY_NAME = {e.__name__: e for e in (PasyncError, RolloutError, WeightSyncError, ProcessDied, TrainingError)}
+_BY_NAME = {e.__name__: e for e in (PasyncError, RolloutError, WeightSyncError, RewardError, ProcessDied, TrainingError)}
 
 
 def error_named(name: str, message: str) -> PasyncError:

@@ -30,7 +30,7 @@ from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
 from pasync.stream import stream_micro_batches
-from pasync.trainer import Trainer
+from pasync.trainer import Trainer, require_in_bounds
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,8 @@ def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, tra
     elif rounds:
         deque(rounds, maxlen=0)
     lead(trainer, leader, Leader.finish, t, metrics)
+    if config.trains:
+        require_in_bounds(config, t, metrics)
 
 
 def traced(rounds: Iterator[list[Group]], t: int, trace: Trace) -> Iterator[list[Group]]:

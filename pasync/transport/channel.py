@@ -7,23 +7,20 @@ The only file that imports zmq. A socket belongs to one thread.
 
 from __future__ import annotations
 
-import logging
 import os
 
 import zmq
 import zmq.asyncio
 
 from pasync.errors import RolloutError
-from pasync.messages import MAX_FRAME_BYTES, BadMessage, Message, ToServer, ToTrainer, pack, unpack_for_server, unpack_for_trainer
-
-log = logging.getLogger(__name__)
+from pasync.messages import MAX_FRAME_BYTES, FrameReader, Message, ToServer, ToTrainer, pack
 
 
 class ServerChannel:
     """The trainer's end. All methods but `wake` belong to one thread."""
 
     def __init__(self, address: str) -> None:
-        self.bad_frames = 0
+        self.reader = FrameReader(ToTrainer)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 2000)  # lets the last Stop leave
@@ -38,20 +35,17 @@ class ServerChannel:
     def receive(self, timeout_s: float) -> list[tuple[str, ToTrainer]]:
         """Messages that are there, with their senders' names.
 
-        Waits at most `timeout_s` for the first one; woken early by `wake`. Frames that break the schema are dropped and counted.
+        Waits at most `timeout_s` for the first one; woken early by `wake`. What `reader` does not let pass is dropped and counted.
         """
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._bell in ready:
             os.read(self._bell, 4096)
         messages: list[tuple[str, ToTrainer]] = []
         while self._socket.poll(0):
-            parts = self._socket.recv_multipart()
-            try:
-                sender, frame = parts
-                messages.append((sender.decode(), unpack_for_trainer(frame)))
-            except (BadMessage, ValueError) as error:
-                self.bad_frames += 1
-                log.warning("dropped a bad frame of %d bytes: %s", sum(map(len, parts)), error)
+            sender, *frames = self._socket.recv_multipart()
+            message = self.reader.read(b"".join(frames), sender)
+            if message is not None:
+                messages.append((sender.decode(errors="replace"), message))
         return messages
 
     def send(self, server: str, message: ToServer) -> None:
@@ -77,6 +71,7 @@ class TrainerChannel:
     """A server's end, for asyncio."""
 
     def __init__(self, address: str, name: str) -> None:
+        self.reader = FrameReader(ToServer)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -85,13 +80,11 @@ class TrainerChannel:
         self._socket.connect(address)
 
     async def receive(self) -> ToServer:
-        """The next message of the trainer; bad frames are dropped with a warning."""
+        """The next message of the trainer; what `reader` does not let pass is dropped and counted."""
         while True:
-            frame = await self._socket.recv()
-            try:
-                return unpack_for_server(frame)
-            except BadMessage as error:
-                log.warning("dropped a bad frame of %d bytes: %s", len(frame), error)
+            message = self.reader.read(await self._socket.recv())
+            if message is not None:
+                return message
 
     async def send(self, message: Message) -> None:
         """Queue a message for the trainer."""
