@@ -1,10 +1,13 @@
 """One iteration's groups on their way from the source to the ranks (rank 0 only).
 
-    source --next_group--> [no use? sample another prompt instead] --take--> stream
+    source --next_group--> [no use, or its reward failed? leave it out; sample another prompt instead?] --take--> stream
+
+A group that is left out counts as its prompt's answer, in `arrived` and in recordings; only nothing is trained on it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,8 +15,11 @@ from typing import Protocol
 
 from pasync.data.packing import has_gradient
 from pasync.data.prompts import Prompt
+from pasync.errors import RewardError
 from pasync.messages import Group
 from pasync.preemption import preemption
+
+log = logging.getLogger(__name__)
 
 
 class GroupSource(Protocol):
@@ -35,14 +41,17 @@ class Batch:
     Args:
         version: that sampled it.
         refill: further prompts, at most as many as may be added; empty if groups of equal rewards stay in the batch.
+        on_error: `rewards.on_error`.
     """
 
-    def __init__(self, source: GroupSource, version: int, refill: Iterator[Prompt], *, refills: bool) -> None:
+    def __init__(self, source: GroupSource, version: int, refill: Iterator[Prompt], *, refills: bool, on_error: str = "zero") -> None:
         self.version, self.submitted = version, time.time()
         self.waits_s: list[float] = []
         """Each wait for a group, the first one included."""
         self.refilled = 0
-        self._source, self._refill, self._refills = source, refill, refills
+        self.dropped = 0
+        """Groups left out because their reward failed."""
+        self._source, self._refill, self._refills, self._on_error = source, refill, refills, on_error
         self._held: deque[Group] = deque()
         self._complete = False
 
@@ -69,19 +78,38 @@ class Batch:
         return self.taken if self._complete else self._source.taken
 
     def _next(self, *, wait: bool) -> Group | None:
+        """As `take`. Raises RewardError."""
         while self._source.in_flight:
             began = time.perf_counter()
             with preemption.ends_wait():
                 group = self._source.next_group(self.version, wait=wait)
             if wait:
                 self.waits_s.append(time.perf_counter() - began)
-            if group is None or not self._refills or has_gradient(group, kl_coef=0.0):
+            if group is None or not (self._drops(group) or (self._refills and not has_gradient(group, kl_coef=0.0))):
                 return group
             self._replace()
+        if self.dropped and self.dropped == len(self.arrived()):
+            raise RewardError(f"the reward function failed on all {self.dropped} groups of version {self.version}, none is left to train")
         return None
+
+    def _drops(self, group: Group) -> bool:
+        """Whether its reward failed and `rewards.on_error` leaves it out."""
+        if self._on_error == "raise":
+            require_reward(group)
+        if self._on_error != "drop" or not group.reward_failure:
+            return False
+        self.dropped += 1
+        log.warning("left out group %d of version %d, its reward failed: %s", group.group_id, group.version, group.reward_failure)
+        return True
 
     def _replace(self) -> None:
         prompt = next(self._refill, None)
         if prompt is not None:
             self.refilled += 1
             self._source.extend([prompt])
+
+
+def require_reward(group: Group) -> None:
+    """Raise RewardError, with the cause, if the reward function failed on a response."""
+    if group.reward_failure:
+        raise RewardError(f"the reward function failed on group {group.group_id} of version {group.version}, {group.reward_failure}")

@@ -115,7 +115,11 @@ class RewardConfig(Section):
     timeout_s: float = Field(8.0, gt=0)
     """A call that takes longer is killed, scored 0 and counted."""
     memory_bytes: int = Field(4 << 30, ge=1 << 28)
-    """Memory limit of a reward process."""
+    """Memory limit of a reward process; one that reaches it ends, scores 0 and is counted."""
+    on_error: Literal["zero", "drop", "raise"] = "zero"
+    """When the function raises, or gives no finite number: `zero` scores 0 and is counted, `drop` leaves the whole group out of gradient
+    and denominator (with `refill` another prompt takes its place), `raise` ends the run. A killed call scores 0 in any case: the
+    response may be to blame."""
     truncated_is_wrong: bool = True
     """A response cut at `max_tokens` scores 0 without being looked at."""
 
@@ -144,6 +148,13 @@ class AlgorithmConfig(Section):
     """Ratio to the old policy is clipped above 1 + clip_high."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the k3 KL estimate to the starting model, added to the loss; 0 holds no reference model."""
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    """When log-probs, loss or gradient are not finite, the micro-batches that cause it are found and their groups kept in the run folder.
+    Then `raise` ends the run; `skip` computes the batch again without their gradient (their tokens stay in the denominator)."""
+    max_logprob_gap: float | None = Field(None, gt=0)
+    """An iteration whose mean |trainer - server| log-prob gap exceeds it ends the run; unset: no alarm."""
+    max_kl: float | None = Field(None, gt=0)
+    """An iteration whose mean KL to the starting model exceeds it ends the run; unset: no alarm."""
     tri_model: Literal["needed", "always"] = "needed"
     """`always` holds policy, old policy and reference and computes all three in one pass, even those whose log-probs are known."""
 

@@ -34,6 +34,8 @@ def conflicts(config: Config) -> list[str]:
     for key, value in (("device.count", c.device.count), ("run.dir", c.run.dir)):
         if c.device.nodes > 1 and value is None:
             found.append(f"{key}=null: must be given with device.nodes={c.device.nodes}, the same on every node")
+    if c.algorithm.max_kl and not c.algorithm.kl_coef:
+        found.append(f"algorithm.max_kl={c.algorithm.max_kl}: KL is only known with a reference model, set algorithm.kl_coef above 0")
     if c.eval.every and c.data.eval is None:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
     if c.data.eval is not None and not c.eval.every:

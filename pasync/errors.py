@@ -26,6 +26,10 @@ class WeightSyncError(PasyncError):
     """A server does not hold the weights of the version it should."""
 
 
+class RewardError(PasyncError):
+    """The reward function failed and `rewards.on_error` does not let it pass."""
+
+
 class ProcessDied(PasyncError):
     """A process of the run ended although it should be running."""
 
@@ -43,7 +47,8 @@ class Preempted(Exception):
 
 
 _BY_NAME: dict[str, type[PasyncError | Preempted]] = {
-    e.__name__: e for e in (PasyncError, RolloutError, WeightSyncError, ProcessDied, TrainingError, CheckpointError, Preempted)
+    e.__name__: e
+    for e in (PasyncError, RolloutError, WeightSyncError, RewardError, ProcessDied, TrainingError, CheckpointError, Preempted)
 }
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from pasync import checkpoint
-from pasync.batch import Batch
+from pasync.batch import Batch, require_reward
 from pasync.config import Config
 from pasync.data.prompts import PromptStream
 from pasync.messages import Sampling
@@ -105,6 +105,7 @@ class Leader:
         groups = [group for group, _ in arrived]
         self.log.add(metrics | batch_metrics(groups))
         self.log.add({"policy/lag": t - self.batch.version, "reward/refilled_groups": self.batch.refilled})
+        self.log.add({"reward/dropped_groups": self.batch.dropped})
         times = Times(self.began, self.batch.submitted, [at for _, at in arrived], finished)
         self.log.add(
             step_times(
@@ -116,6 +117,8 @@ class Leader:
                 waits_s=self.batch.waits_s,
             )
         )
+        if isinstance(self.source, RolloutProducer):
+            self.log.add({"wire/dropped_frames": self.source.dropped_frames})
         if self.sender:  # replayed groups carry the times of another run
             self.log.add({"time/server_idle_frac": idle_share(groups, self.config.rollout.servers, self.log.value("time/step_s"))})
             for group, at in arrived:
@@ -138,7 +141,8 @@ class Leader:
         """Hand batch t to the servers."""
         self.source.submit(self.prompts.batch(t), version, self.sampling)
         refill = islice(self.prompts.refill(t), self.config.refill_limit)
-        return Batch(self.source, version, refill, refills=self.config.algorithm.filter_zero_variance == "refill")
+        refills = self.config.algorithm.filter_zero_variance == "refill"
+        return Batch(self.source, version, refill, refills=refills, on_error=self.config.rewards.on_error)
 
     def _publish(self, t: int) -> None:
         log.info("iteration %d: sync", t)
@@ -160,6 +164,8 @@ class Leader:
                 with preemption.ends_wait():
                     group = self.source.next_group(t)
                 assert group is not None
+                if self.config.rewards.on_error == "raise":
+                    require_reward(group)
                 rewards += group.rewards
                 progress("evaluating", len(rewards), len(prompts))
         self.log.add({"eval/accuracy_frac": sum(rewards) / len(rewards), "eval/problems": len(rewards)})

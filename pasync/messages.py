@@ -3,19 +3,37 @@
     trainer (ROUTER)  -- Join, Generate, Sync, Probe, Stop -->  server (DEALER)
                       <-- Hello, Joined, Freed, GroupDone, Synced, Probed, Heartbeat, Failed --
 
-A frame is WIRE_VERSION followed by one msgpack map with a "type" tag. Decoding checks the version, the size and the schema
-(msgspec); nothing on the wire is ever executed. Token ids and log-probs travel as raw little-endian arrays.
+A frame is WIRE_VERSION, a checksum, the sender's stamp, and one msgpack map with a "type" tag. `FrameReader` lets a frame pass that has
+this version, a size within the limit, the right checksum, the schema (msgspec), arrays that fit together, and a stamp above all of its
+sender's before; it drops and counts any other. Nothing on the wire is ever executed. Token ids and log-probs travel as raw
+little-endian arrays.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import logging
+import math
+import struct
+import time
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+import xxhash
 
-WIRE_VERSION = b"pasync1\n"
-MAX_FRAME_BYTES = 256 << 20
+WIRE_VERSION = b"pasync2\n"
+MAX_MESSAGE_BYTES = 128 << 20
+"""Of one frame. A larger one is neither sent nor read."""
+MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
+"""A socket cuts off whoever sends a larger frame, before it holds it."""
+KILLED = ("timeout", "crash", "out of memory")
+"""Why there is no reward where the response may be to blame: its worker hung, died, or filled its memory."""
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+log = logging.getLogger(__name__)
 
 
 class BadMessage(ValueError):
@@ -39,7 +57,7 @@ class Response(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False if cut at max_tokens."""
     reward: float
     reward_error: str = ""
-    """Why the reward function gave no number (then `reward` is 0): "timeout", "crash", "not a number", or an exception."""
+    """Why the reward function gave no number (then `reward` is 0): one of KILLED, "not a number", or an exception."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -53,9 +71,9 @@ class Response(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One prompt and its K responses: the unit that is generated, queued, recorded and trained on."""
 
-    version: int
+    version: Natural
     """Version of the weights that sampled it."""
-    group_id: int
+    group_id: Natural
     """Position of the prompt in the batch of its iteration."""
     prompt_ids: bytes
     """int32 [P]."""
@@ -80,13 +98,19 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def rewards(self) -> list[float]:
         return [r.reward for r in self.responses]
 
+    @property
+    def reward_failure(self) -> str:
+        """Why the reward function itself failed on a response, "" if it did not; a killed worker is no failure (see KILLED)."""
+        reasons = (f"response {k}: {r.reward_error}" for k, r in enumerate(self.responses) if r.reward_error not in ("", *KILLED))
+        return next(reasons, "")
+
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to sample; nothing is left to the engine's defaults."""
 
-    num_responses: int
+    num_responses: Positive
     temperature: float
-    max_tokens: int
+    max_tokens: Natural
 
 
 class Join(Message, frozen=True, tag="join"):
@@ -106,8 +130,8 @@ class Join(Message, frozen=True, tag="join"):
 class Generate(Message, frozen=True, tag="generate"):
     """Trainer: sample one group with weights of `version`."""
 
-    version: int
-    group_id: int
+    version: Natural
+    group_id: Natural
     prompt_ids: bytes
     """int32 [P]."""
     prompt: str
@@ -140,9 +164,9 @@ class Stop(Message, frozen=True, tag="stop"):
 class Hello(Message, frozen=True, tag="hello"):
     """Server: ready, and able to sample `credits` responses at once."""
 
-    server: int
+    server: Natural
     pid: int
-    credits: int
+    credits: Positive
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -152,14 +176,14 @@ class Joined(Message, frozen=True, tag="joined"):
 class Freed(Message, frozen=True, tag="freed"):
     """Server: can sample so many more responses at once."""
 
-    responses: int
+    responses: Natural
 
 
 class GroupDone(Message, frozen=True, tag="group_done"):
     """Server: one finished group."""
 
     group: Group
-    freed: int
+    freed: Natural
     """As in `Freed`."""
 
 
@@ -183,6 +207,9 @@ class Probed(Message, frozen=True, tag="probed"):
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
     """Server: alive."""
 
+    dropped_frames: Natural
+    """By its `FrameReader`, since it started."""
+
 
 class Failed(Message, frozen=True, tag="failed"):
     """Server: cannot go on."""
@@ -195,22 +222,70 @@ ToServer = Join | Generate | Sync | Probe | Stop
 ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Probed | Heartbeat | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
-_decoders: dict[Any, Any] = {side: msgspec.msgpack.Decoder(side) for side in (ToServer, ToTrainer)}
+_stamps = itertools.count(time.time_ns())  # so a process that takes another's place begins above the other's last
 
 
 def pack(message: Message) -> bytes:
-    """Write a message as one frame."""
-    return WIRE_VERSION + _encode(message)
+    """Write a message as one frame, to be sent once, and before any that is written later.
+
+    Raises:
+        BadMessage: it is larger than MAX_MESSAGE_BYTES.
+    """
+    body, stamp = _encode(message), next(_stamps)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a {type(message).__name__} of {len(body)} bytes cannot be sent, at most {MAX_MESSAGE_BYTES} are allowed")
+    return WIRE_VERSION + _HEADER.pack(_checksum(body, stamp), stamp) + body
 
 
-def unpack_for_server(frame: bytes) -> ToServer:
-    """Read a frame that the trainer sent. Raises BadMessage."""
-    return _unpack(frame, ToServer)
+class FrameReader:
+    """One end of the wire: what it lets pass is whole, fits the schema, and comes once and in order.
 
+    A forged frame with a higher stamp would silence its sender, so beyond loopback the socket has to know who sends.
 
-def unpack_for_trainer(frame: bytes) -> ToTrainer:
-    """Read a frame that a server sent. Raises BadMessage."""
-    return _unpack(frame, ToTrainer)
+    Args:
+        side: ToServer or ToTrainer, what may arrive here.
+    """
+
+    def __init__(self, side: Any) -> None:
+        self.dropped = 0
+        """Frames that did not pass."""
+        self._decoder: Any = msgspec.msgpack.Decoder(side)
+        self._newest: dict[bytes, int] = {}
+
+    def read(self, frame: bytes, sender: bytes = b"") -> Any:
+        """The message of a frame, None if it is dropped.
+
+        Args:
+            sender: whose stamps it continues.
+        """
+        try:
+            message, stamp = self._decoded(frame)
+            if stamp <= self._newest.get(sender, -1):
+                raise BadMessage(f"a {type(message).__name__} that is not newer than the one before: repeated, or out of order")
+        except BadMessage as error:
+            return self.drop(f"{len(frame)} bytes from {sender!r}: {error}")
+        self._newest[sender] = stamp
+        return message
+
+    def drop(self, why: str) -> None:
+        """Count a frame that is of no use, and say why in the log: for the first ones, then for ever fewer."""
+        self.dropped += 1
+        if self.dropped & (self.dropped - 1) == 0:
+            log.warning("dropped frame %d: %s", self.dropped, why)
+
+    def _decoded(self, frame: bytes) -> tuple[Any, int]:
+        if len(frame) > MAX_MESSAGE_BYTES + len(WIRE_VERSION) + _HEADER.size:
+            raise BadMessage(f"at most {MAX_MESSAGE_BYTES} bytes are allowed")
+        if not frame.startswith(WIRE_VERSION):
+            raise BadMessage(f"it begins with {bytes(frame[:8])!r}, this version speaks {WIRE_VERSION!r}")
+        body = memoryview(frame)[len(WIRE_VERSION) + _HEADER.size :]
+        try:
+            checksum, stamp = _HEADER.unpack_from(frame, len(WIRE_VERSION))
+            if checksum != _checksum(body, stamp):
+                raise BadMessage("it is not what was sent, its checksum differs")
+            return _consistent(self._decoder.decode(body)), stamp
+        except (msgspec.MsgspecError, struct.error, RecursionError) as error:  # msgspec recurses where it skips what it does not know
+            raise BadMessage(str(error)) from error
 
 
 def int_bytes(ids: object) -> bytes:
@@ -233,12 +308,30 @@ def floats(data: bytes) -> np.ndarray:
     return np.frombuffer(data, "<f4")
 
 
-def _unpack(frame: bytes, side: Any) -> Any:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise BadMessage(f"frame of {len(frame)} bytes, at most {MAX_FRAME_BYTES} are allowed")
-    if not frame.startswith(WIRE_VERSION):
-        raise BadMessage(f"frame begins with {bytes(frame[:8])!r}, this version speaks {WIRE_VERSION!r}")
-    try:
-        return _decoders[side].decode(memoryview(frame)[len(WIRE_VERSION):])
-    except msgspec.MsgspecError as error:
-        raise BadMessage(str(error)) from error
+_HEADER = struct.Struct("<QQ")  # checksum, stamp
+
+
+def _checksum(body: bytes | memoryview, stamp: int) -> int:
+    return xxhash.xxh3_64_intdigest(body, seed=stamp)
+
+
+def _consistent(message: Any) -> Any:
+    """The same message. Raises BadMessage if its arrays cannot be read, or a reward is no number."""
+    for array in _arrays(message):
+        if len(array) % 4:
+            raise BadMessage(f"an array of {len(array)} bytes is no array of 4-byte numbers")
+    for response in message.group.responses if isinstance(message, GroupDone) else []:
+        if len(response.ids) != len(response.logprobs):
+            raise BadMessage(f"{len(response.ids) // 4} tokens have {len(response.logprobs) // 4} log-probs")
+        if not math.isfinite(response.reward):
+            raise BadMessage(f"a reward is {response.reward}")
+    return message
+
+
+def _arrays(message: Any) -> list[bytes]:
+    match message:
+        case GroupDone(group=group):
+            return [group.prompt_ids, *(array for r in group.responses for array in (r.ids, r.logprobs))]
+        case Generate(prompt_ids=array) | Probe(ids=array) | Probed(logprobs=array):
+            return [array]
+    return []

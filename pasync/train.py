@@ -32,7 +32,7 @@ from pasync.placement import Placement
 from pasync.preemption import preemption
 from pasync.processes import die_with_parent, report_fatal, report_stop
 from pasync.stream import stream_micro_batches
-from pasync.trainer import Trainer
+from pasync.trainer import Trainer, require_in_bounds
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, tra
     elif rounds:
         deque(rounds, maxlen=0)
     lead(trainer, leader, Leader.finish, t, metrics)
+    if config.trains:
+        require_in_bounds(config, t, metrics)
 
 
 def traced(rounds: Iterator[list[Group]], t: int, trace: Trace) -> Iterator[list[Group]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -10,20 +11,25 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pasync import device as devices
 from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, token_weights
 from pasync.config import Config
 from pasync.data.packing import MicroBatch, Part, has_gradient, rows
+from pasync.errors import TrainingError
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.parallel.fsdp import FullyShardedAdamW
 from pasync.parallel.optimizer import ShardedAdamW, learning_rate
 from pasync.parallel.ranks import Ranks
-from pasync.parallel.tri_model import LogProbs, TriModel, encode
+from pasync.parallel.tri_model import EMPTY, LogProbs, TriModel, encode, group_ids
 from pasync.parallel.zero import ZeroAdamW
+from pasync.rollout.recording import Recording, record
 
 STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap", "clipped")
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -61,7 +67,8 @@ class Trainer:
             metrics of the last step, the same on all ranks.
 
         Raises:
-            TrainingError: on all ranks, if the gradient is not finite.
+            TrainingError: on all ranks, if log-probs, losses or the gradient are not finite, unless `algorithm.on_nonfinite=skip` helps. It
+                names the groups whose micro-batches are not, and the files that keep them; weights are unchanged.
         """
         began = time.perf_counter()
         metrics = self._step(iteration)
@@ -74,14 +81,26 @@ class Trainer:
         slowest, mean = self.ranks.max(mine)["s"], self.ranks.sum(mine)["s"] / self.mesh.stage.size
         self.models.rest()
         self.models.refresh_old()
+        metrics["policy/skipped_micro_batches"] = self._skipped
         self._start_batch()
         return metrics | {"policy/engine_logprob_gap": gap, "time/train_s": slowest, "time/mean_train_s": mean}
 
     def _step(self, iteration: int) -> dict[str, float]:
-        """Divide the gradient by the whole batch's denominator and step."""
+        """Divide the gradient by the whole batch's denominator and step; without what is not finite, or not at all."""
+        try:
+            return self._step_if_finite(iteration)
+        except TrainingError as error:  # on all ranks
+            why = str(error)
+        self._leave_out_nonfinite(iteration, why)
+        return self._step_if_finite(iteration)
+
+    def _step_if_finite(self, iteration: int) -> dict[str, float]:
+        """The check costs the devices no wait: it looks at sums over the whole batch that are reduced anyway."""
         sums = self._totals | {name: value.item() for name, value in self._sums.items()} | {"trained_tokens": self._trained_tokens}
         # every shard computes the same numbers
         total = self.ranks.sum({name: sums[name] if self.mesh.tensor.is_first else 0.0 for name in STATISTICS})
+        if wrong := [name for name, value in total.items() if not math.isfinite(value)]:
+            raise TrainingError(f"iteration {iteration}: sums over the batch are not finite: {', '.join(wrong)}")
         algorithm = self.config.algorithm
         divisor = denominator(
             algorithm.normalizer,
@@ -103,6 +122,56 @@ class Trainer:
             "optimizer/lr": lr,
             "optimizer/gradient_norm": norm,
         }
+
+    def _leave_out_nonfinite(self, iteration: int, why: str) -> None:
+        """Compute each micro-batch alone to find those that are not finite; then raise, or compute the batch without them. A collective."""
+        if self._first:
+            self._old.clear()  # each pass gives them again
+        most = int(self.ranks.max({"kept": len(self._kept)})["kept"])
+        bad = sum(not self._finite_alone(replica, i) for i in range(most) for replica in range(self.mesh.data.size))
+        left = self.ranks.sum({"left": sum(body != EMPTY for body in self._kept)})["left"]
+        found = f"{why}. Not finite: {self._keep_nonfinite(iteration) or 'no micro-batch alone'}"
+        if not bad or not left or self.config.algorithm.on_nonfinite == "raise":
+            raise TrainingError(f"{found}. The weights of the last finished iteration are unchanged")
+        log.warning("%s. Computing the batch without", found)
+        self._skipped += bad
+        self._start_sums()
+        self.optimizer.clear()
+        if self._first:
+            self._old.clear()
+        self._pass(iter(self._kept) if self.mesh.pipeline.is_first else None)
+
+    def _finite_alone(self, replica: int, number: int) -> bool:
+        """Whether one micro-batch of one replica has finite losses and gradients; if not, it becomes an empty one. A collective."""
+        self._start_sums()
+        self.optimizer.clear()
+        mine = replica == self.mesh.data.index
+        body = self._kept[number : number + 1] if mine else []
+        self._pass(iter(self.models.in_step(body)) if self.mesh.pipeline.is_first else None)
+        finite = self.optimizer.is_finite() and bool(torch.stack(list(self._sums.values())).isfinite().all())
+        finite = not self.ranks.max({"bad": float(not finite)})["bad"]
+        if mine and not finite:
+            if self.mesh.pipeline.is_first:
+                self._nonfinite += body
+                self._kept[number] = EMPTY
+            if self._old:
+                self._old.pop()  # its own, because each pass puts the newest there
+        return finite
+
+    def _keep_nonfinite(self, iteration: int) -> str:
+        """Write the groups to the run folder; which and where, of all ranks and the same on all. A collective."""
+        mine, every = "", [""] * self.ranks.size
+        if self._nonfinite and self.mesh.tensor.is_first:
+            groups = [self._groups[i] for i in group_ids(self._nonfinite)]
+            mine = f"groups {[group.group_id for group in groups]} on rank {self.ranks.rank}"
+            try:
+                assert self.config.run.dir is not None
+                folder = Path(self.config.run.dir) / "nonfinite" / f"rank-{self.ranks.rank}"
+                mine += f", kept in {record(folder, iteration, Recording(groups, [0.0] * len(groups)))}"
+            except OSError as error:
+                mine += f", which cannot be kept: {error}"
+        dist.all_gather_object(every, mine)
+        return "; ".join(filter(None, every))
 
     @property
     def calls(self) -> Mapping[str, Callable[[bytes], object]]:
@@ -140,10 +209,10 @@ class Trainer:
             self._totals["responses"] += sum(len(g.responses) for g in groups)
             self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
             useful = [g for g in groups if has_gradient(g, kl_coef=algorithm.kl_coef)]
+            self._groups |= {g.group_id: g for g in useful}
             self._totals["trained_groups"] += len(useful)
             for body in self.models.in_step([encode(row) for row in self._rows(useful)]):
-                if algorithm.updates_per_batch > 1:
-                    self._kept.append(body)
+                self._kept.append(body)
                 yield body
 
     def _timed(self, rounds: Iterable[list[Group]]) -> Iterator[list[Group]]:
@@ -189,6 +258,8 @@ class Trainer:
         """[N] under the weights that sampled: the old policy's if it is held, else those of the first pass over the batch."""
         if logps.old is not None:
             return logps.old
+        if not len(logps.policy):
+            return logps.policy.detach()  # an empty micro-batch may stand for one that is left out
         if self._first:
             old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logps.policy.detach()
             if self.config.algorithm.updates_per_batch > 1:
@@ -199,6 +270,9 @@ class Trainer:
 
     def _start_batch(self) -> None:
         self._totals = {"responses": 0.0, "tokens": 0.0, "trained_groups": 0.0}
+        self._groups: dict[int, Group] = {}  # on the first stage, by number, those with a gradient
+        self._nonfinite: list[bytes] = []  # micro-batches left out, on the first stage
+        self._skipped = 0  # number of these on all ranks
         self._kept: list[bytes] = []  # for further passes: micro-batches on the first stage,
         self._old: deque[Tensor] = deque()  # and their old log-probs on the last
         self._first = True
@@ -208,3 +282,12 @@ class Trainer:
     def _start_sums(self) -> None:
         self._trained_tokens = 0
         self._sums = {name: torch.zeros((), device=self.ranks.device) for name in ("loss", "kl", "entropy", "gap", "clipped")}
+
+
+def require_in_bounds(config: Config, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Raise TrainingError, with the figure, if an iteration's numbers exceed `algorithm.max_logprob_gap` or `algorithm.max_kl`."""
+    limits = {"max_logprob_gap": "policy/engine_logprob_gap", "max_kl": "policy/kl"}
+    for name, key in limits.items():
+        limit = getattr(config.algorithm, name)
+        if limit is not None and metrics[key] > limit:
+            raise TrainingError(f"iteration {iteration}: {key}={metrics[key]:.3g} exceeds algorithm.{name}={limit}")

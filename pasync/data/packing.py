@@ -27,6 +27,8 @@ class Part(msgspec.Struct, frozen=True):
     """Without text."""
     advantages: list[float]
     """[responses] among all responses of the group."""
+    group_id: int = -1
+    """Of the group; -1 of none."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -119,7 +121,7 @@ def has_gradient(group: Group, *, kl_coef: float) -> bool:
 
 def _whole(group: Group, normalize_std: bool) -> Part:
     advantages = group_advantages(torch.tensor(group.rewards, dtype=torch.float32), normalize_std=normalize_std)
-    return Part(group.prompt_ids, [msgspec.structs.replace(r, text="") for r in group.responses], advantages.tolist())
+    return Part(group.prompt_ids, [msgspec.structs.replace(r, text="") for r in group.responses], advantages.tolist(), group.group_id)
 
 
 def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
@@ -134,7 +136,7 @@ def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    return Part(part.prompt_ids, part.responses[start:stop], part.advantages[start:stop])
+    return Part(part.prompt_ids, part.responses[start:stop], part.advantages[start:stop], part.group_id)
 
 
 def _tokens(parts: list[Part], shared_prompt: bool) -> int:

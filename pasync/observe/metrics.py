@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from pasync.messages import Group
+from pasync.messages import KILLED, Group
 from pasync.observe.console import progress, say
 from pasync.observe.trace import drop_lines
 
@@ -29,18 +29,23 @@ METRICS = {
     "policy/clipped_frac": "share of trained tokens whose ratio was clipped, in the last update of the batch",
     "policy/probe_gap": "the same on the probe sequence, after the sync",
     "policy/trained_groups": "groups with a gradient (unequal rewards)",
+    "policy/skipped_micro_batches": "left out because they were not finite (algorithm.on_nonfinite=skip)",
     "optimizer/lr": "learning rate of the step",
     "optimizer/gradient_norm": "norm of the divided gradient before clipping",
     "reward/mean": "mean reward of all responses of the batch",
     "reward/std": "standard deviation of the same",
     "reward/equal_frac": "share of groups whose rewards are all equal",
     "reward/refilled_groups": "extra prompts sampled for these (algorithm.filter_zero_variance=refill)",
-    "reward/errors": "responses whose reward function failed (scored 0)",
+    "reward/dropped_groups": "groups left out because of such a failure (rewards.on_error=drop)",
+    "reward/errors": "responses without a reward (scored 0)",
     "reward/timeouts": "of these, killed after rewards.timeout_s",
+    "reward/crashes": "of these, whose reward process died",
+    "reward/out_of_memory": "of these, whose reward process reached rewards.memory_bytes",
     "response/mean_tokens": "mean length",
     "response/truncated_frac": "share cut at max_tokens",
     "tokens/prompt": "prompt tokens of the batch, counted once per response",
     "tokens/response": "response tokens of the batch",
+    "wire/dropped_frames": "frames that broke the protocol, came twice or too late, on both ends, since the processes started",
     "eval/accuracy_frac": "mean reward on the held-out prompts, of the weights named by policy/version",
     "eval/problems": "held-out prompts",
     "time/step_s": "sync, generation, training and optimizer step of this iteration, without evaluation",
@@ -71,13 +76,15 @@ def batch_metrics(groups: list[Group]) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards),
         "reward/equal_frac": statistics.fmean(len(set(g.rewards)) == 1 for g in groups),
         "reward/errors": sum(bool(r.reward_error) for r in responses),
-        "reward/timeouts": sum(r.reward_error == "timeout" for r in responses),
+        **{f"reward/{key}": sum(r.reward_error == why for r in responses) for key, why in zip(_KILLED, KILLED, strict=True)},
         "response/mean_tokens": statistics.fmean(lengths),
         "response/truncated_frac": statistics.fmean(not r.ended for r in responses),
         "tokens/prompt": sum(len(g.prompt_ids) // 4 * len(g.responses) for g in groups),
         "tokens/response": sum(lengths),
     }
 
+
+_KILLED = ("timeouts", "crashes", "out_of_memory")
 
 LEARNED = {
     "eval/accuracy_frac": "held-out {:.3f}",
@@ -98,7 +105,14 @@ TIMES = {
     "time/server_idle_frac": "servers idle {:.0%}",
     "time/rank_idle_frac": "ranks idle {:.0%}",
 }
-"""What the console shows of a line, in this order."""
+TROUBLE = {
+    "reward/errors": "REWARDS FAILED {:.0f}",
+    "reward/dropped_groups": "GROUPS DROPPED {:.0f}",
+    "policy/skipped_micro_batches": "MICRO-BATCHES SKIPPED {:.0f}",
+    "wire/dropped_frames": "FRAMES DROPPED {:.0f}",
+    "policy/lag": "OFF-POLICY by {:.0f}",
+}
+"""What the console shows of a line, in this order; of TROUBLE only what is not 0."""
 
 
 class Times(NamedTuple):
@@ -209,8 +223,8 @@ def read_metrics(run: Path) -> list[dict[str, float | None]]:
 
 def _console_line(line: dict[str, float | None], iterations: int) -> str:
     """One line about what was learned, one about where the time went."""
-    label = f"  OFF-POLICY by {line['policy/lag']}" if line.get("policy/lag") else ""
-    learned = f"iteration {line['iteration']:>4}/{iterations}  {_shown(line, LEARNED)}{label}"
+    trouble = _shown({key: value or None for key, value in line.items()}, TROUBLE)
+    learned = f"iteration {line['iteration']:>4}/{iterations}  {_shown(line, LEARNED)}  {trouble}".rstrip()
     times = _shown(line, TIMES)
     return f"{learned}\n{' ' * 11}{times}" if times else learned
 

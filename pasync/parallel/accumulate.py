@@ -34,6 +34,10 @@ class FloatSum:
         """[n] float32: this rank's slice of the sum over all ranks, divided. A collective. The sum is used up: `clear` comes next."""
         return _scattered(self._total, self._axis).div_(divisor)
 
+    def is_finite(self) -> bool:
+        """Whether what was added on this rank is."""
+        return bool(self._total.isfinite().all())
+
     def clear(self) -> None:
         """Start a new sum."""
         self._total.zero_()
@@ -65,16 +69,24 @@ class ExactSum:
         Raises:
             TrainingError: on all ranks, if a sum may have left the range, or is not a number.
         """
-        bound = torch.stack([*self._bounds.values(), torch.zeros((), dtype=torch.float64, device=self._total.device)]).max().cpu()
+        bound = self._bound()
         dist.all_reduce(bound)
         if not bound < LIMIT:
             raise TrainingError(f"gradient sums up to {bound.item():.3g} do not fit parallel.accumulate=exact, the limit is {LIMIT:.3g}")
         return (_scattered(self._total, self._axis).double() * UNIT).div_(divisor).float()
 
+    def is_finite(self) -> bool:
+        """Whether what was added on this rank is a number within the range."""
+        return bool(self._bound() < LIMIT)
+
     def clear(self) -> None:
         """Start a new sum."""
         self._total.zero_()
         self._bounds = {}
+
+    def _bound(self) -> Tensor:
+        """No sum of this rank is larger."""
+        return torch.stack([*self._bounds.values(), torch.zeros((), dtype=torch.float64, device=self._total.device)]).max().cpu()
 
 
 def _scattered(total: Tensor, axis: Axis) -> Tensor:

@@ -72,6 +72,10 @@ class FullyShardedAdamW(ShardedAdamW):
         scale = self.axis.size / divisor
         return [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) * scale for p in self.parameters.values()]
 
+    def is_finite(self) -> bool:
+        """Whether this rank's rows of what all replicas have summed up so far are."""
+        return all(bool(local(p.grad).isfinite().all()) for p in self.parameters.values() if p.grad is not None)
+
     def clear(self) -> None:
         """Start a new sum."""
         for p in self.parameters.values():

@@ -102,6 +102,10 @@ class ShardedAdamW(ABC):
         """Sums of the gradients of all replicas, divided, as `masters` hold the weights. A collective."""
 
     @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether what this process has summed up so far is. Waits for the device; no collective."""
+
+    @abstractmethod
     def clear(self) -> None:
         """Start a new sum."""
 

@@ -119,7 +119,7 @@ class TriModel:
             return bodies
         most = torch.tensor(len(bodies))
         dist.all_reduce(most, dist.ReduceOp.MAX, self.mesh.data.group)
-        return bodies + [encode(empty_row())] * (int(most) - len(bodies))
+        return bodies + [EMPTY] * (int(most) - len(bodies))
 
     def rest(self) -> None:
         """Between batches: the reference leaves the device if `model.offload_reference` says so."""
@@ -202,8 +202,15 @@ def encode(parts: list[Part]) -> bytes:
     return msgspec.msgpack.encode(parts)
 
 
+def group_ids(bodies: list[bytes]) -> list[int]:
+    """Groups that micro-batches hold, whole or in part."""
+    return sorted({part.group_id for body in bodies for part in _decoder.decode(body) if part.group_id >= 0})
+
+
 def _frozen(stage: Stage) -> Stage:
     return copy.deepcopy(stage).requires_grad_(False)
 
 
+EMPTY = encode(empty_row())
+"""A micro-batch without any token to train on."""
 _decoder = msgspec.msgpack.Decoder(list[Part])

@@ -51,6 +51,10 @@ class ZeroAdamW(ShardedAdamW):
         """This rank's slice [n] of the sum over all replicas, divided. A collective."""
         return [self.gradient.reduce(divisor)]
 
+    def is_finite(self) -> bool:
+        """Whether what this replica has summed up so far is."""
+        return self.gradient.is_finite()
+
     def clear(self) -> None:
         """Start a new sum."""
         self.gradient.clear()

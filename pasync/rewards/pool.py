@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import multiprocessing
+import os
 import resource
 import signal
 import threading
@@ -25,6 +26,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from pasync.config import RewardConfig
 from pasync.errors import ConfigError
+from pasync.messages import KILLED
 from pasync.processes import die_with_parent
 from pasync.rewards.functions import Reward, math_reward, resolve
 
@@ -33,6 +35,9 @@ START_S = 120.0
 CLOSE_S = 10.0
 """Longest wait for the workers to end."""
 ERROR_CHARACTERS = 200
+MEMORY_EXIT = 99
+"""Exit code of a worker that reached its memory limit."""
+TIMEOUT, CRASH, OUT_OF_MEMORY = KILLED
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +81,9 @@ class RewardPool:
         Never raises for what a response contains. The time limit counts from when a worker begins.
 
         Returns:
-            (reward, ""), or (0.0, reason) with reason "timeout" (killed), "crash" (its process died), "not a number" (None, NaN,
-            infinite or of another type), or "ExceptionName: message", at most 200 characters.
+            (reward, ""), or (0.0, reason): "timeout" (killed), "crash" (its process died), "out of memory" (ended by itself), all three
+            with a new worker in its place, "not a number" (None, NaN, infinite or of another type), or "ExceptionName: message", at
+            most 200 characters.
         """
         for _ in range(2):  # pebble gives up all calls, innocent ones too, if a worker dies before its call is known to have begun
             pool = self._pool
@@ -86,12 +92,12 @@ class RewardPool:
                 future = pool.schedule(_score, args=(prompt, response, response_ids, sample), timeout=self.rewards.timeout_s)
                 return await asyncio.wrap_future(future)
             except FutureTimeout:
-                return 0.0, "timeout"
-            except ProcessExpired:
-                return 0.0, "crash"
+                return 0.0, TIMEOUT
+            except ProcessExpired as error:
+                return 0.0, OUT_OF_MEMORY if error.exitcode == MEMORY_EXIT else CRASH
             except RuntimeError:  # BrokenProcessPool for a call under way, its base for a new one
                 await self._replace(pool)
-        return 0.0, "crash"
+        return 0.0, CRASH
 
     async def _replace(self, broken: ProcessPool) -> None:
         """Go on with new workers; of many calls that find the pool broken, the first replaces it."""
@@ -147,9 +153,12 @@ def _load_problem() -> str:
 
 def _score(prompt: str, response: str, response_ids: list[int], sample: dict[str, Any]) -> tuple[float, str]:
     """Only a float and a short text leave the process, so nothing a reward returns or raises is ever unpickled."""
-    assert _function is not None, _problem
+    if _function is None:  # a new worker in the place of another, after the function's file was changed
+        return 0.0, _problem[:ERROR_CHARACTERS]
     try:
         return _checked(_function(prompt, response, response_ids, sample))
+    except MemoryError:
+        os._exit(MEMORY_EXIT)  # whatever the function still holds would fail the next call
     except BaseException as error:  # also SystemExit: a reward's failure is its own, the worker serves the next call
         return 0.0, _describe(error)
 

@@ -94,6 +94,7 @@ class RolloutProducer:
         self._prompts: list[Prompt] = []  # of the batch submitted last, by group id
         self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
+        self._dropped = dict.fromkeys(self.names, 0)  # frames, by each server as it last said
         self._servers: dict[str, Server] = {}  # from here on: the producer thread only
         self._pending: list[Task] = []
         self._stopping = False
@@ -146,6 +147,11 @@ class RolloutProducer:
         self.taken.append(item)
         self.lengths.learn(self._prompts[group.group_id], group)
         return group
+
+    @property
+    def dropped_frames(self) -> int:
+        """Frames dropped so far, here and by the servers."""
+        return self._channel.reader.dropped + sum(self._dropped.values())
 
     def require_idle(self) -> None:
         """Raise RolloutError if any group is in flight: weights must not change under it."""
@@ -243,12 +249,12 @@ class RolloutProducer:
         now = time.monotonic()
         if isinstance(message, Hello):
             if server not in self.names:
-                raise RolloutError(f"an unknown server joined: {server}")
+                return self._channel.reader.drop(f"a Hello of {server!r}, which is no server of this run")
             self._servers[server] = Server(slots=message.credits, free=message.credits, last_heard=now)
             self._replies.put((server, message))
             return
         if server not in self._servers:
-            return  # a heartbeat before its Hello
+            return self._channel.reader.drop(f"a {type(message).__name__} of {server!r}, which has not said Hello")
         self._servers[server].last_heard = now
         match message:
             case GroupDone(group=group, freed=freed):
@@ -258,16 +264,15 @@ class RolloutProducer:
                 self._servers[server].free += freed
             case Failed(error=name, message=text):
                 raise error_named(name, f"{server}: {text}")
-            case Heartbeat():
-                pass
+            case Heartbeat(dropped_frames=dropped):
+                self._dropped[server] = dropped
             case _:
                 self._replies.put((server, message))
 
     def _collect(self, server: Server, group: Group) -> None:
         key = (group.version, group.group_id)
         if key not in server.working_on:
-            log.warning("dropped group %s that nobody waits for", key)
-            return
+            return self._channel.reader.drop(f"group {key}, which its server was not asked for or has given before")
         del server.working_on[key]
         self._groups.put((group, time.time()))
 

@@ -30,12 +30,13 @@ class Recording(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.msgpack.Decoder(Recording)
 
 
-def record(run: Path, iteration: int, recording: Recording) -> None:
-    """Keep one iteration's groups."""
+def record(run: Path, iteration: int, recording: Recording) -> Path:
+    """Keep one iteration's groups; returns the file."""
     path = _path(run, iteration)
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with pyarrow.output_stream(path, compression="zstd") as stream:
         stream.write(msgspec.msgpack.encode(recording))
+    return path
 
 
 def read_recording(run: Path, iteration: int) -> Recording:

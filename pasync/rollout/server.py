@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -40,8 +40,10 @@ from pasync.messages import (
     ints,
 )
 from pasync.rewards.pool import RewardPool
-from pasync.rollout.engine import Engine
 from pasync.transport.channel import TrainerChannel
+
+if TYPE_CHECKING:
+    from pasync.rollout.engine import Engine  # loads vllm
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class RolloutServer:
 
     async def _heartbeat(self) -> None:
         while True:
-            await self.channel.send(Heartbeat())
+            await self.channel.send(Heartbeat(self.channel.reader.dropped))
             await asyncio.sleep(self.config.rollout.heartbeat_s)
 
     async def _generate(self, task: Generate) -> None:

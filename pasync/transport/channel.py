@@ -25,7 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from pasync.errors import RolloutError
-from pasync.messages import MAX_FRAME_BYTES, BadMessage, Message, ToServer, ToTrainer, pack, unpack_for_server, unpack_for_trainer
+from pasync.messages import MAX_FRAME_BYTES, FrameReader, Message, ToServer, ToTrainer, pack
 
 PING_MS = 10_000
 """A trainer that answers no ping for so long is gone; a host without power says no goodbye."""
@@ -70,7 +70,7 @@ class ServerChannel:
     """
 
     def __init__(self, address: str, keys: Keys | None = None) -> None:
-        self.bad_frames = 0
+        self.reader = FrameReader(ToTrainer)
         if not keys and not _is_loopback(address):
             raise ValueError(f"{address} can be reached from other hosts: a socket there needs keys")
         self._context = zmq.Context()
@@ -91,20 +91,17 @@ class ServerChannel:
     def receive(self, timeout_s: float) -> list[tuple[str, ToTrainer]]:
         """Messages that are there, with their senders' names.
 
-        Waits at most `timeout_s` for the first one; woken early by `wake`. Frames that break the schema are dropped and counted.
+        Waits at most `timeout_s` for the first one; woken early by `wake`. What `reader` does not let pass is dropped and counted.
         """
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._bell in ready:
             os.read(self._bell, 4096)
         messages: list[tuple[str, ToTrainer]] = []
         while self._socket.poll(0):
-            parts = self._socket.recv_multipart()
-            try:
-                sender, frame = parts
-                messages.append((sender.decode(), unpack_for_trainer(frame)))
-            except (BadMessage, ValueError) as error:
-                self.bad_frames += 1
-                log.warning("dropped a bad frame of %d bytes: %s", sum(map(len, parts)), error)
+            sender, *frames = self._socket.recv_multipart()
+            message = self.reader.read(b"".join(frames), sender)
+            if message is not None:
+                messages.append((sender.decode(errors="replace"), message))
         return messages
 
     def send(self, server: str, message: ToServer) -> None:
@@ -132,7 +129,7 @@ class TrainerChannel:
     """A server's end, for asyncio."""
 
     def __init__(self, address: str, name: str, keys: Keys | None = None) -> None:
-        self.address = address
+        self.address, self.reader = address, FrameReader(ToServer)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         if keys:
@@ -147,13 +144,11 @@ class TrainerChannel:
         self._socket.connect(address)
 
     async def receive(self) -> ToServer:
-        """The next message of the trainer; bad frames are dropped with a warning."""
+        """The next message of the trainer; what `reader` does not let pass is dropped and counted."""
         while True:
-            frame = await self._socket.recv()
-            try:
-                return unpack_for_server(frame)
-            except BadMessage as error:
-                log.warning("dropped a bad frame of %d bytes: %s", len(frame), error)
+            message = self.reader.read(await self._socket.recv())
+            if message is not None:
+                return message
 
     async def send(self, message: Message) -> None:
         """Queue a message for the trainer."""

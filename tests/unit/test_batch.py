@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from groups import make_group
@@ -11,7 +12,7 @@ from textbook import small_config
 
 from pasync.batch import Batch
 from pasync.data.prompts import Prompt
-from pasync.errors import RolloutError
+from pasync.errors import RewardError, RolloutError
 from pasync.messages import Group, Sampling
 from pasync.rollout.recording import Recording, ReplayProducer, record
 
@@ -88,3 +89,49 @@ def test_replay_orders(tmp_path, order, expected):
     groups = useful_or_not([True] * 3)
     source = replayed(tmp_path, [groups[i] for i in (2, 0, 1)], f"rollout.replay_order={order}", size=3)
     assert [source.next_group(0).group_id for _ in range(3)] == expected
+
+
+def failing(groups: list[Group], failures: dict[int, str]) -> list[Group]:
+    """The same, the second response of some without a reward."""
+    for i, why in failures.items():
+        failed = msgspec.structs.replace(groups[i].responses[1], reward=0.0, reward_error=why)
+        groups[i] = msgspec.structs.replace(groups[i], responses=[groups[i].responses[0], failed])
+    return groups
+
+
+def taken(batch: Batch) -> list[int]:
+    ids = []
+    while batch.left:
+        group = batch.take(wait=True)
+        ids += [group.group_id] if group is not None else []
+    return ids
+
+
+@pytest.mark.parametrize(("on_error", "expected"), [("zero", [0, 1, 2, 3]), ("drop", [0, 3])])
+def test_a_group_whose_reward_failed_scores_zero_or_is_left_out_but_has_arrived(tmp_path, on_error, expected, caplog):
+    groups = failing(useful_or_not([True] * 4), {0: "timeout", 1: "ValueError: x", 2: "not a number"})
+    batch = Batch(replayed(tmp_path, groups, size=4), 0, iter(()), refills=False, on_error=on_error)
+    assert taken(batch) == expected and len(batch.arrived()) == 4
+    assert batch.dropped == 4 - len(expected) and batch.refilled == 0
+    if on_error == "drop":
+        assert "left out group 1 of version 0, its reward failed: response 1: ValueError: x" in caplog.text
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_with_refill_another_prompt_takes_the_place_of_a_dropped_group(tmp_path, hold):
+    groups = failing(useful_or_not([True, True, False, True, True, True]), {0: "KeyError: 'a'", 3: "not a number"})
+    batch = Batch(replayed(tmp_path, groups, size=3), 0, iter(prompts(3)), refills=True, on_error="drop")
+    if hold:
+        batch.hold()
+    assert taken(batch) == [1, 4, 5]
+    assert batch.dropped == 2 and batch.refilled == 3
+
+
+def test_raise_gives_the_cause_and_so_do_rewards_that_fail_on_all_groups(tmp_path):
+    groups = failing(useful_or_not([True] * 2), {1: "ValueError: x"})
+    batch = Batch(replayed(tmp_path, groups, size=2), 0, iter(()), refills=False, on_error="raise")
+    with pytest.raises(RewardError, match="failed on group 1 of version 0, response 1: ValueError: x"):
+        taken(batch)
+    both = failing(useful_or_not([True] * 2), {0: "ValueError: x", 1: "ValueError: x"})
+    with pytest.raises(RewardError, match="failed on all 2 groups of version 0"):
+        Batch(replayed(tmp_path, both, size=2), 0, iter(()), refills=False, on_error="drop").hold()

@@ -114,7 +114,7 @@ def test_a_peer_without_the_servers_key_is_never_heard(address: str, keys: Keys,
     ours = keys.server_public.encode(), keys.server_secret.encode()
     assert turned_away(address, pair(*ours, other.trainer_public)), "ours, but for another trainer"
     assert not turned_away(address, pair(*ours, keys.trainer_public)), "the servers' key, for comparison"
-    assert heard(trainer, 2, 1.0) == [("server-0", HELLO)] and trainer.bad_frames == 0
+    assert heard(trainer, 2, 1.0) == [("server-0", HELLO)] and trainer.reader.dropped == 0
     trainer.close()
 
 

@@ -71,6 +71,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("rollout.replay_order=random", "only rollout.source=replay:<run folder>"),
         ("rollout.source=onyl", "Did you mean only?"),
         ("algorithm.refill_limit=3", "algorithm.filter_zero_variance=refill"),
+        ("algorithm.max_kl=0.1", "set algorithm.kl_coef above 0"),
         ("rollout.admission=longest", "Did you mean longest_first?"),
         ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
     ],

@@ -11,11 +11,14 @@ from pasync.observe.metrics import METRICS, RunLog, Times, batch_metrics, idle_s
 def test_batch_metrics_count_prompts_once_per_response_and_failed_rewards_as_zero():
     rng = np.random.default_rng(0)
     group = make_group(rng, 3, [2, 4], rewards=[1.0, 0.0])
-    failed = Response(group.responses[0].ids, group.responses[0].logprobs, "", False, 0.0, "timeout")
-    values = batch_metrics([group, Group(0, 1, group.prompt_ids, [failed, failed], 0.0, 0.0)])
+    timeout, filled = (
+        Response(group.responses[0].ids, group.responses[0].logprobs, "", False, 0.0, why) for why in ("timeout", "out of memory")
+    )
+    values = batch_metrics([group, Group(0, 1, group.prompt_ids, [timeout, filled], 0.0, 0.0)])
     assert values["tokens/prompt"] == 3 * 4 and values["tokens/response"] == 2 + 4 + 2 + 2
     assert values["reward/mean"] == 0.25 and values["reward/equal_frac"] == 0.5
-    assert values["reward/errors"] == values["reward/timeouts"] == 2
+    assert values["reward/errors"] == 2 and values["reward/crashes"] == 0
+    assert values["reward/timeouts"] == values["reward/out_of_memory"] == 1
     assert values["response/truncated_frac"] == 0.5 and values["response/mean_tokens"] == 2.5
 
 
@@ -46,11 +49,12 @@ def test_lines_hold_described_keys_and_nan_becomes_null(tmp_path):
 
 def test_the_console_says_what_was_learned_and_where_the_time_went(tmp_path, capsys):
     log = RunLog(tmp_path, iterations=3, devices=2, first=0)
-    log.add({"policy/lag": 1, "reward/mean": 0.5, "tokens/prompt": 10, "tokens/response": 30})
+    log.add({"reward/errors": 3, "reward/dropped_groups": 0, "policy/lag": 1})
+    log.add({"reward/mean": 0.5, "tokens/prompt": 10, "tokens/response": 30})
     log.add({"time/step_s": 2.0, "time/tail_s": 0.25, "time/server_idle_frac": 0.125, "time/rank_idle_frac": 0.5})
     log.write(1)
     first, second, *_ = capsys.readouterr().out.splitlines()
-    assert " ".join(first.split()) == "iteration 1/3 reward 0.500 step 2.00 s tokens/s/device 10 OFF-POLICY by 1"
+    assert " ".join(first.split()) == "iteration 1/3 reward 0.500 step 2.00 s tokens/s/device 10 REWARDS FAILED 3 OFF-POLICY by 1"
     assert " ".join(second.split()) == "tail 0.25 servers idle 12% ranks idle 50%"
 
 

@@ -2,8 +2,11 @@
 
 import queue
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -17,6 +20,7 @@ from pasync.errors import RolloutError
 from pasync.messages import (
     WIRE_VERSION,
     Failed,
+    FrameReader,
     Freed,
     Generate,
     Group,
@@ -27,8 +31,8 @@ from pasync.messages import (
     Stop,
     Sync,
     Synced,
+    ToServer,
     pack,
-    unpack_for_server,
 )
 from pasync.rollout.producer import RolloutProducer
 
@@ -78,9 +82,10 @@ class ScriptedServer:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         socket.send(pack(Hello(server=index, pid=1, credits=credits)))
+        reader = FrameReader(ToServer)
         while not self._done.is_set():
             if socket.poll(10):
-                self.told.put(unpack_for_server(socket.recv()))
+                self.told.put(reader.read(socket.recv()))
             while not self._out.empty():
                 socket.send(self._out.get())
         socket.close()
@@ -95,6 +100,13 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(i, (1, 2, 3), "text", {"answer": "1"}) for i in range(count)]
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def take(producer: RolloutProducer, version: int = 0) -> Group:
     group = producer.next_group(version)
     assert group is not None
@@ -106,7 +118,7 @@ def test_groups_come_back_in_completion_order_and_few_wait_for_slots(tmp_path, a
     with RolloutProducer(config(tmp_path), address) as producer:
         producer.submit(prompts(5), 0, SAMPLING)
         first, second, *waiting = (server.next(Generate) for _ in range(4))
-        server.send(pack(Heartbeat()))
+        server.send(pack(Heartbeat(0)))
         with pytest.raises(queue.Empty):
             server.told.get(timeout=0.3)  # a fifth group would be the third to wait
         server.send(pack(Freed(1)))
@@ -174,7 +186,7 @@ def test_groups_are_spread_over_servers_with_free_credit(tmp_path, address):
         server.close()
 
 
-def test_late_duplicates_and_garbage_are_dropped(tmp_path, address):
+def test_late_duplicates_and_garbage_are_dropped_and_counted(tmp_path, address):
     server = ScriptedServer(address, 0)
     with RolloutProducer(config(tmp_path), address) as producer:
         producer.submit(prompts(2), 0, SAMPLING)
@@ -184,9 +196,15 @@ def test_late_duplicates_and_garbage_are_dropped(tmp_path, address):
         server.send(b"garbage")
         server.send(WIRE_VERSION + b"\xc1")
         server.send(pack(Stop()))  # a message only the trainer may send
+        server.send(pack(GroupDone(finished(msgspec.structs.replace(second, version=7)), 0)))
+        stranger = ScriptedServer(address, 8)
+        stranger.send(pack(Failed(error="Stranger", message="joined")))
+        server.send(pack(Heartbeat(dropped_frames=20)))
         server.finish(second)
         assert [take(producer).group_id for _ in range(2)] == [first.group_id, second.group_id]
         assert producer.next_group(0, wait=False) is None
+        wait_until(lambda: producer.dropped_frames == 5 + 2 + 20)
+    stranger.close()
     server.close()
 
 

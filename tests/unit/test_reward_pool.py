@@ -15,7 +15,9 @@ from pasync.errors import ConfigError
 from pasync.rewards.pool import RewardPool
 
 REWARDS = '''
-import os, sys, time, numpy
+import os, signal, sys, time, numpy
+
+hoard = []
 
 class Odd(Exception):
     def __init__(self, a, b): super().__init__(a)
@@ -31,6 +33,9 @@ def play(prompt, response, response_ids, sample):
         case "exit": os._exit(3)
         case "sys.exit": sys.exit(4)
         case "eat": return len(bytearray(8 << 30))
+        case "hoard":
+            while True: hoard.append(bytearray(64 << 20))
+        case "stop": os.kill(os.getpid(), signal.SIGSTOP)
         case "odd": raise Odd("caf\\ud800", 2)
         case "mute": raise Mute()
         case "long": raise ValueError("x" * 1000)
@@ -92,7 +97,6 @@ def test_anything_else_is_not_a_number(play: RewardPool, response: str) -> None:
         ("long", "ValueError: " + "x" * 188),
         ("eval", "SyntaxError: invalid syntax"),
         ("sys.exit", "SystemExit: 4"),
-        ("eat", "MemoryError"),
     ],
 )
 def test_an_exception_scores_zero_under_its_name(play: RewardPool, response: str, error: str) -> None:
@@ -100,10 +104,15 @@ def test_an_exception_scores_zero_under_its_name(play: RewardPool, response: str
     assert score(play, "int") == (2.0, "")
 
 
-@pytest.mark.parametrize(("response", "error"), [("hang", "timeout"), ("power", "timeout"), ("exit", "crash")])
-def test_a_lost_worker_is_replaced(play: RewardPool, response: str, error: str) -> None:
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [("hang", "timeout"), ("power", "timeout"), ("stop", "timeout"), ("exit", "crash"), *((r, "out of memory") for r in ("eat", "hoard"))],
+)
+def test_a_lost_worker_scores_zero_and_is_replaced(play: RewardPool, response: str, error: str) -> None:
+    before = score(play, "pid")[0]
     assert score(play, response) == (0.0, error)
-    assert score(play, "int") == (2.0, "")
+    assert score(play, "pid")[0] not in (0.0, before)
+    assert not psutil.pid_exists(int(before))
 
 
 def test_time_in_the_queue_does_not_count(play: RewardPool) -> None:
@@ -123,6 +132,23 @@ def test_a_hang_and_a_crash_do_not_touch_their_neighbours(play: RewardPool) -> N
 def test_an_idle_worker_killed_from_outside_is_replaced(play: RewardPool) -> None:
     os.kill(int(score(play, "pid")[0]), signal.SIGKILL)
     assert score(play, "int") == (2.0, "")
+
+
+def test_a_worker_killed_from_outside_in_a_call_is_a_crash_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "killed_reward.py").write_text(BUSY)
+    mark = tmp_path / "mark"
+
+    async def kill() -> tuple[float, str]:
+        call = asyncio.ensure_future(pool.score("", "", [], {"mark": str(mark)}))
+        while not mark.exists() or not mark.read_text():
+            await asyncio.sleep(0.02)
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+        return await call
+
+    with _pool_in(tmp_path, monkeypatch, "killed_reward:f", 60.0) as pool:
+        for _ in range(2):
+            assert asyncio.run(kill()) == (0.0, "crash")
+            mark.unlink()
 
 
 def test_hostile_mathematics_ends_within_the_limit() -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from groups import make_group
@@ -11,6 +12,7 @@ from pasync.batch import Batch
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import Prompt
+from pasync.errors import RewardError
 from pasync.messages import Sampling
 from pasync.parallel.ranks import Ranks
 from pasync.rollout.recording import Recording, ReplayProducer, record
@@ -44,6 +46,29 @@ def rounds(ranks: Ranks, run: Path, config: Config) -> list[list[int]]:
         source.submit([Prompt(i, (1,), "", {}) for i in range(6)], 0, Sampling(2, 1.0, 4))
         batch = Batch(source, 0, iter(()), refills=False)
     return [[g.group_id for g in groups] for groups in stream_micro_batches(batch, config, ranks)]
+
+
+def fails(ranks: Ranks, run: Path, config: Config) -> str:
+    batch = None
+    if ranks.is_first:
+        source = ReplayProducer(config, run)
+        source.submit([Prompt(i, (1,), "", {}) for i in range(2)], 0, Sampling(2, 1.0, 4))
+        batch = Batch(source, 0, iter(()), refills=False, on_error="raise")
+    try:
+        list(stream_micro_batches(batch, config, ranks))
+    except RewardError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_reward_that_fails_is_raised_on_all_ranks_with_its_cause(tmp_path):
+    rng = np.random.default_rng(0)
+    groups = [make_group(rng, 3, [1, 2], rewards=[0, 1], group_id=i) for i in range(2)]
+    failed = msgspec.structs.replace(groups[1].responses[1], reward_error="ZeroDivisionError: division by zero")
+    groups[1] = msgspec.structs.replace(groups[1], responses=[groups[1].responses[0], failed])
+    record(tmp_path, 0, Recording(groups, [0.0] * 2))
+    errors = run_ranks(fails, 2, tmp_path, small_config(tmp_path, "periodic"))
+    assert errors == ["the reward function failed on group 1 of version 0, response 1: ZeroDivisionError: division by zero"] * 2
 
 
 def small_config(folder: Path, schedule: str) -> Config:
