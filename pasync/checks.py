@@ -28,8 +28,9 @@ from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 
+from pasync import advice, estimate
 from pasync import device as devices
-from pasync import estimate
+from pasync import disk as room
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
@@ -171,18 +172,17 @@ def memory(config: Config, kind: str) -> Iterator[Finding]:
     """The estimate for every process against the devices."""
     geometry, size = _geometry(config), devices.memory_bytes(kind) or 0
     machine = estimate.Machine(kind, config.device.count or len(devices.device_ids(kind)), size)
-    short = estimate.warnings(config, geometry, machine)
+    short = advice.warnings(config, geometry, machine)
     needed = ", ".join(f"{_size(total)} for the {name}" for name, total in estimate.pools(config, geometry, machine).items())
     yield from map(warn, short) if short else [ok(f"at most {needed}, of {_size(size)}")]
 
 
 def disk(config: Config) -> Iterator[Finding]:
     """Room for checkpoints and the exported model where the run folder will be."""
-    place = Path(config.run.dir or "runs").resolve()
-    place = next(folder for folder in (place, *place.parents) if folder.exists())
-    free, needed = shutil.disk_usage(place).free, estimate.disk_bytes(config, _geometry(config))
-    text = f"{_size(free)} free in {place}, the run writes {_size(needed)}"
-    yield ok(text) if needed < free else fail(f"{text}; lower checkpoint.keep or put run.dir on a larger disk")
+    short = room.problems(config, _geometry(config), Path(config.run.dir or "runs").resolve())
+    yield from (fail(f"{text}; lower checkpoint.keep or put run.dir on a larger disk") for text in short)
+    if not short:
+        yield ok("room for the checkpoints that are kept, one more, and the exported model")
 
 
 def prompts(config: Config) -> Iterator[Finding]:

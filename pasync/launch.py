@@ -24,8 +24,8 @@ from pathlib import Path
 
 import yaml
 
+from pasync import advice, disk, estimate
 from pasync import device as devices
-from pasync import disk, estimate
 from pasync.config import Config
 from pasync.configfile import load, save
 from pasync.errors import ConfigError
@@ -83,7 +83,7 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
     if not geometry:
         return found
     found += disk.problems(config, geometry, Path(config.run.dir or "runs").resolve())
-    return found + estimate.problems(config, geometry, _machine(config, kind)) if kind == "cpu" else found
+    return found + advice.problems(config, geometry, _machine(config, kind)) if kind == "cpu" else found
 
 
 def placed(config: Config, dry_run: bool, node: int | None = None, meeting: str | None = None) -> Placement:
@@ -124,7 +124,7 @@ def description(config: Config, placement: Placement) -> str:
 def memory(config: Config, kind: str) -> str:
     """The estimate for every process, and what to change if it does not fit; or why there is none."""
     geometry, note = _geometry(config)
-    return "\n".join([note] * bool(note) + ([estimate.report(config, geometry, _machine(config, kind))] if geometry else []))
+    return "\n".join([note] * bool(note) + ([advice.report(config, geometry, _machine(config, kind))] if geometry else []))
 
 
 def launch(config: Config, placement: Placement, commands: Callable[[Placement, Path], list[Command]]) -> int:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import signal
+import shutil
 import socket
 import subprocess
 import sys
@@ -156,9 +157,9 @@ def test_a_checkpoint_without_tokenizer_is_told(tmp_path, config):
 
 
 def test_a_full_disk_is_told(config, monkeypatch):
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     (line,) = checks.disk(config)
-    assert line.level == "fail" and "1 MiB free" in line.text and "checkpoint.keep" in line.text
+    assert line.level == "fail" and "has 0.00 GB left" in line.text and "lower checkpoint.keep" in line.text
 
 
 def test_a_run_that_may_not_fit_is_warned_of_with_values_that_would(config):

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pasync import launch
+from pasync.advice import advice, problems, report, warnings
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.packing import MicroBatch
@@ -20,16 +21,11 @@ from pasync.estimate import (
     KEPT_LOGITS_BYTES,
     SMALLEST_LOGITS_BLOCK,
     Machine,
-    advice,
-    disk_bytes,
     micro_batch_bytes,
     micro_batch_tokens,
     needs,
     pools,
-    problems,
     rank_need,
-    report,
-    warnings,
 )
 from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import logprob, shared_prompt
@@ -240,12 +236,6 @@ def test_a_server_is_told_smaller_caches_before_more_devices() -> None:
     assert advice("server", c, QWEN_7B, cuda(64)) == f"rollout.kv_cache_bytes={1 << 35} would fit"
     assert advice("server", config(rollout={"memory_frac": 1.0}), QWEN_7B, cuda(64)) == "rollout.memory_frac=0.95 would fit"
     assert advice("server", config(), QWEN_7B, cuda(16, 2)) == "rollout.tensor_parallel=2 would fit, on 3 devices"
-
-
-def test_the_disk_holds_the_model_and_one_checkpoint_more_than_are_kept() -> None:
-    weights = QWEN_05B.num_parameters
-    assert disk_bytes(config(), QWEN_05B) == 2 * weights
-    assert disk_bytes(config(checkpoint={"every": 5, "keep": 3}, model={"dtype": "float32"}), QWEN_05B) == (4 + 4 * 12) * weights
 
 
 def test_only_a_cpu_whose_memory_is_clearly_too_small_is_refused() -> None:
