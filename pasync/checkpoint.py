@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from pasync import checksums, disk
 from pasync.config import Config
@@ -236,12 +236,25 @@ class Checkpoints:
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0, inside `Ranks.on_first`."""
-    unfinished, models = folder.with_suffix(".partial"), trainer.models
+    models = trainer.models
+    weights = {name: weight.cpu() for name, weight in models.weights()}
+    write_model(folder, weights, models.model_config, models.generation_config, tokenizer)
+
+
+def write_model(
+    folder: Path,
+    weights: dict[str, Tensor],
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Write a checkpoint in Hugging Face format, complete or not at all."""
+    unfinished = folder.with_suffix(".partial")
     _empty_folder(unfinished)
-    save_torch_state_dict({name: weight.cpu() for name, weight in models.weights()}, unfinished)
-    models.model_config.save_pretrained(unfinished)
-    if models.generation_config is not None:
-        models.generation_config.save_pretrained(unfinished)
+    save_torch_state_dict(weights, unfinished)
+    config.save_pretrained(unfinished)
+    if generation is not None:
+        generation.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

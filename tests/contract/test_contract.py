@@ -45,6 +45,10 @@ def test_everything_we_use_has_a_row():
     assert without_row(USES) == []
 
 
+def test_no_row_is_left_over():
+    assert set(ROWS) - {use.key for use in USES} == set()
+
+
 def test_the_scan_reaches_what_lies_deep_in_our_code():
     ends = ("CompletionOutput.token_ids", "Logprob.logprob", "npu_fusion_attention_grad", "NPUWorker.rank", "Qwen2ForCausalLM.load_weights")
     assert [end for end in ends if not any(use.key.endswith(end) for use in USES)] == []

@@ -178,6 +178,8 @@ class Walk:
             node = ast.parse(node.value, mode="eval").body
         if isinstance(node, (ast.Name, ast.Attribute)):
             return self.value(node)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "Literal":
+            return NOTHING  # its texts are no annotations
         parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ast.iter_child_nodes(node) if node else ()
         return frozenset(chain.from_iterable(self._annotation(p) for p in parts if isinstance(p, ast.expr)))
 

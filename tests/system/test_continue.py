@@ -3,12 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
+import torch
+from harness import ROOT, TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.rollout.recording import Recording, record
@@ -137,3 +140,24 @@ def test_a_damaged_checkpoint_costs_one_iteration_and_nothing_else(tmp_path, rec
     assert f"checkpoint iteration-{SLOW:05d} is damaged and not used" in console(run) and "__0_0.distcp" in console(run)
     assert [line["iteration"] for line in metrics(run)] == list(range(ITERATIONS))
     assert distance(weights_of(run), whole) == 0.0
+
+
+def exported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pasync.export", str(run), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+
+
+def test_a_model_of_any_checkpoint_can_be_had(recorded, tmp_path):
+    run, cut = tmp_path / "run", ("parallel.ranks=2", "parallel.tensor=2")
+    small = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
+    completed(TINY, run, "iterations=2", *SAVES, f"rollout.source=replay:{recorded}", *small, *cut)
+    assert exported(run, "--iteration", "1").returncode == exported(run).returncode == 0
+    absent = exported(run, "--iteration", "7")
+    assert absent.returncode == 1 and "has no checkpoint of it, there are 1, 2" in absent.stderr
+    last, of_run, first = (load_file(run / name / "model.safetensors") for name in ("model-2", "model", "model-1"))
+    assert last.keys() == of_run.keys() and all(torch.equal(last[name], of_run[name]) for name in last)
+    assert not all(torch.equal(first[name], of_run[name]) for name in first)
+    assert AutoModelForCausalLM.from_pretrained(run / "model-1").dtype == torch.float32
+    next((run / "checkpoints" / "iteration-00002").glob("*.distcp")).write_bytes(b"")
+    damaged = exported(run)
+    assert damaged.returncode == 1 and "is damaged" in damaged.stderr

@@ -2,8 +2,8 @@
 
 import importlib.metadata
 import os
-import signal
 import shutil
+import signal
 import socket
 import subprocess
 import sys
