@@ -96,7 +96,7 @@ class BroadcastGroup:
         self._communicator = communicator(kind, self._store, rank, world_size, self._device, timeout)
 
     def _broadcast(self, tensor: Tensor, ready: torch.Event) -> None:
-        ready.wait(self._stream)
+        ready.synchronize()  # and no wait of streams: a call of HCCL bypasses the queue through which torch_npu launches its own
         self._communicator.broadcast(tensor, 0, self._stream)
         done = self._module.Event()
         done.record(self._stream)
@@ -114,7 +114,7 @@ def _run(call: Call, done: Future[None]) -> None:
 class Buffers:
     """Two flat tensors used in turn, as large as the largest of `buckets` of at most `max_numel` numbers.
 
-    Always the same two, because on cpu memory that is still in a cache takes half the time.
+    Always the same two, because on cpu memory that is still in a cache is faster than what an allocator hands out.
     """
 
     def __init__(self, buckets: list[Bucket], max_numel: int, dtype: torch.dtype, device: torch.device) -> None:
