@@ -189,25 +189,25 @@ def cache_token_bytes(config: Config, geometry: Geometry) -> int:
 
 
 def sent_bytes(config: Config, geometry: Geometry) -> int:
-    """What a weight transfer holds on the sending side: one bucket travels, one is filled.
+    """What a weight transfer holds on the sending side: two buffers, one travels and one is filled.
 
-    Weights larger than a bucket are sent from where they lie, unless the servers have another type: then two of them are converted.
+    Large weights are sent from where they lie, unless the servers have another type: then two of them are converted.
     """
-    if config.server_dtype == config.model.dtype:
-        return min(2 * config.sync.bucket_bytes, geometry.num_parameters * ITEM_BYTES[config.server_dtype])
-    return _buckets_bytes(config, geometry, 2)
+    return _buckets_bytes(config, geometry, 0 if config.server_dtype == config.model.dtype else 2)
 
 
 def received_bytes(config: Config, geometry: Geometry) -> int:
-    """What a weight transfer holds on the receiving side: one bucket arrives, one is loaded, and vLLM still has the one before."""
+    """What a weight transfer holds on the receiving side: two buffers, or of larger weights the one that arrives, the one that is loaded,
+    and the one before, which vLLM still has."""
     return _buckets_bytes(config, geometry, 3)
 
 
-def _buckets_bytes(config: Config, geometry: Geometry, count: int) -> int:
-    """The largest of consecutive buckets: an embedding, and what can be next to it. A weight larger than a bucket is one of its own."""
+def _buckets_bytes(config: Config, geometry: Geometry, large: int) -> int:
+    """Two buffers, and so many consecutive weights that are larger: an embedding, and those of a layer next to it."""
     item, layer = ITEM_BYTES[config.server_dtype], geometry.hidden * max(geometry.intermediate, geometry.heads * geometry.head_size)
-    first, others = (max(numbers * item, config.sync.bucket_bytes) for numbers in (geometry.largest_tensor, layer))
-    return min(first + (count - 1) * others, geometry.num_parameters * item)
+    weights = [numbers * item for numbers in [geometry.largest_tensor, *[layer] * (large - 1)][:large]]
+    held = 2 * config.sync.bucket_bytes + sum(size for size in weights if size > config.sync.bucket_bytes)
+    return min(held, geometry.num_parameters * item)
 
 
 def pools(config: Config, geometry: Geometry, machine: Machine) -> dict[str, int]:

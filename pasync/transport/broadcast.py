@@ -1,6 +1,6 @@
 """Many tensors as few large broadcasts: names and shapes in, flat buckets and the group that carries them out.
 
-    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      a bucket is one broadcast; a tensor larger than that travels in pieces
+    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      a bucket is one broadcast, if too large several
 
     caller        start 0 | start 1 | wait 0 |    ..          never waits longer than the timeout
     group thread      | broadcast 0 | broadcast 1 | ..        in the order of the starts, until the device is done
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
+from itertools import cycle
 from queue import SimpleQueue
 
 import torch
@@ -95,7 +96,7 @@ class BroadcastGroup:
         self._communicator = communicator(kind, self._store, rank, world_size, self._device, timeout)
 
     def _broadcast(self, tensor: Tensor, ready: torch.Event) -> None:
-        ready.wait(self._stream)
+        ready.synchronize()  # and no wait of streams: a call of HCCL bypasses the queue through which torch_npu launches its own
         self._communicator.broadcast(tensor, 0, self._stream)
         done = self._module.Event()
         done.record(self._stream)
@@ -110,17 +111,34 @@ def _run(call: Call, done: Future[None]) -> None:
         done.set_exception(error)
 
 
-def plan_buckets(shapes: Bucket, max_numel: int) -> list[Bucket]:
-    """Cut a list of tensors into consecutive buckets of at most `max_numel` numbers; a larger tensor is a bucket of its own."""
+class Buffers:
+    """Two flat tensors used in turn, as large as the largest of `buckets` of at most `max_numel` numbers.
+
+    Always the same two, because on cpu memory that is still in a cache is faster than what an allocator hands out.
+    """
+
+    def __init__(self, buckets: list[Bucket], max_numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = max((n for n in map(bucket_numel, buckets) if n <= max_numel), default=0)
+        self._make = partial(torch.empty, dtype=dtype, device=device)
+        self._turn = cycle([self._make(self.numel), self._make(self.numel)])
+
+    def take(self, bucket: Bucket) -> Tensor:
+        """The one not taken last; for a larger bucket, memory of its own."""
+        numel = bucket_numel(bucket)
+        return next(self._turn)[:numel] if numel <= self.numel else self._make(numel)
+
+
+def plan_buckets(shapes: Bucket, max_numel: int, alone_numel: int) -> list[Bucket]:
+    """Cut a list of tensors into consecutive buckets of at most `max_numel` numbers; larger ones, and from `alone_numel` on, are alone."""
     buckets: list[Bucket] = []
-    size = 0
+    room = 0
     for name, shape in shapes:
         numel = math.prod(shape)
-        if not buckets or size + numel > max_numel:
+        if numel > room or numel >= alone_numel:
             buckets.append([])
-            size = 0
+            room = 0 if numel >= alone_numel else max_numel
         buckets[-1].append((name, list(shape)))
-        size += numel
+        room -= numel
     return buckets
 
 

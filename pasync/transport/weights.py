@@ -27,9 +27,11 @@ from pasync import device as devices
 from pasync.config import Config
 from pasync.errors import WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes, floats, int_bytes
-from pasync.transport.broadcast import BroadcastGroup, Bucket, Work, bucket_numel, plan_buckets, views
+from pasync.transport.broadcast import BroadcastGroup, Bucket, Buffers, Work, plan_buckets, views
 
 Item = TypeVar("Item")
+ALONE_BYTES = 2 << 20
+"""Tensors from this size on travel alone and are not copied first: on cpu that costs more than one more broadcast does."""
 BITS = {2: torch.int16, 4: torch.int32}
 SUM_MODULUS = 1 << 32
 SUM_PIECE = {"cpu": 1 << 15}
@@ -66,7 +68,8 @@ class WeightSender:
         self.dtype = getattr(torch, config.server_dtype)
         self.device = devices.torch_device(kind, 0)
         self.max_numel = config.sync.bucket_bytes // self.dtype.itemsize
-        self.buckets = plan_buckets(shapes, self.max_numel)
+        self.buckets = plan_buckets(shapes, self.max_numel, ALONE_BYTES // self.dtype.itemsize)
+        self._buffers = Buffers([b for b in self.buckets if len(b) > 1], self.max_numel, self.dtype, self.device)
         self.group = self._join(kind)
 
     def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -159,11 +162,11 @@ class WeightSender:
         return total % SUM_MODULUS
 
     def _flat(self, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> Tensor:
-        """The next tensors of `source` as one: copied into a new one, a large tensor itself if it is of the servers' type."""
+        """The next tensors of `source` as one: copied into a buffer; a tensor alone as it lies, if it is of the servers' type."""
         tensors = [_take(source, name, shape) for name, shape in bucket]
-        if bucket_numel(bucket) > self.max_numel:
+        if len(tensors) == 1:
             return tensors[0].to(self.device, self.dtype).flatten()
-        flat = torch.empty(bucket_numel(bucket), dtype=self.dtype, device=self.device)
+        flat = self._buffers.take(bucket)
         for view, tensor in zip(views(flat, bucket), tensors, strict=True):
             view.copy_(tensor)
         return flat
@@ -173,15 +176,16 @@ class WeightReceiver:
     """Lives in every vLLM worker; one call of `receive` takes one version."""
 
     def __init__(self, kind: str, join: dict[str, Any], rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
+        self.dtype = dtype
         self.buckets: list[Bucket] = join["buckets"]
         self.max_numel: int = join["max_numel"]
+        self._buffers = Buffers(self.buckets, self.max_numel, dtype, device)
         world, limit = join["world_size"], join["timeout_s"]
         store = BroadcastGroup.open_store(join["host"], join["port"], world, limit, is_sender=False)
         self.group = BroadcastGroup(kind, store, join["rank_offset"] + rank, world, device, limit)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every weight.
+        """Yield (name, tensor) of every weight; a tensor is overwritten once the next bucket's first one is asked for.
 
         Waits for each broadcast, at most the timeout of the group. The next bucket arrives while one is yielded.
 
@@ -194,7 +198,7 @@ class WeightReceiver:
             yield from zip((name for name, _ in bucket), views(flat, bucket), strict=True)
 
     def _start(self, bucket: Bucket) -> tuple[Tensor, list[Work]]:
-        flat = torch.empty(bucket_numel(bucket), dtype=self.dtype, device=self.device)
+        flat = self._buffers.take(bucket)
         return flat, [self.group.start(piece) for piece in flat.split(self.max_numel)]
 
 

@@ -126,7 +126,7 @@ def watch(address: str, keys: Keys | None, start_s: float, silence_s: float, mea
         try:
             async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
                 tasks.create_task(channel.watch(start_s, silence_s))
-                await channel.send(Heartbeat())
+                await channel.send(Heartbeat(0))
                 await asyncio.to_thread(meanwhile)
         finally:
             channel.close()
@@ -176,7 +176,7 @@ def test_a_server_takes_a_trainer_back_that_was_gone_for_a_moment(address: str, 
 
     async def watched() -> None:
         channel = TrainerChannel(address, "server-0", keys)
-        await channel.send(Heartbeat())
+        await channel.send(Heartbeat(0))
         watching = asyncio.create_task(channel.watch(20, 1.0))
         trainer = await asyncio.to_thread(leave_and_return)
         await channel.send(HELLO)
