@@ -73,6 +73,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("algorithm.refill_limit=3", "algorithm.filter_zero_variance=refill"),
         ("rollout.admission=longest", "Did you mean longest_first?"),
         ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
+        ("run.max_restarts=2", "needs checkpoint.every of at least 1"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):
