@@ -3,7 +3,8 @@
     exit codes of direct children, torchrun's report in ranks.log, logs/*.error.json  --find_cause()-->  Failure
 
 When one process is killed, the others fail a moment later with errors about their lost peer. So a signal outranks
-error reports of about the same moment; among reports the earliest counts; the end of a log is the last resort.
+error reports of about the same moment; among reports the earliest counts, but for those of ranks that only lost another one; the end
+of a log is the last resort.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from pasync.errors import ConfigError, ProcessDied
+from pasync.errors import ConfigError, ProcessDied, RankLost
 
 CONSEQUENCE_S = 5.0
 """An error report that is older than a kill by more than this did not follow from it."""
@@ -61,7 +62,8 @@ def find_cause(logs: Path, exits: list[Exit], ranks_text: str) -> Failure:
         ranks_text: what ranks.log gained in this run.
     """
     killed = [e for e in exits + rank_exits(ranks_text) if e.code < 0]
-    reports = sorted((json.loads(path.read_text()) for path in logs.glob("*.error.json")), key=lambda r: r["time"])
+    reports = [json.loads(path.read_text()) for path in logs.glob("*.error.json")]
+    reports.sort(key=lambda report: (report["error"] == RankLost.__name__, report["time"]))
     first_kill = min(killed, key=lambda e: e.time, default=None)
     if first_kill and not (reports and reports[0]["time"] < first_kill.time - CONSEQUENCE_S):
         message = f"{first_kill.name} (pid {first_kill.pid}) was killed by {_signal_name(-first_kill.code)}"

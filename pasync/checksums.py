@@ -25,7 +25,7 @@ def write(folder: Path, digests: dict[str, str]) -> None:
 
 
 def read(folder: Path, *patterns: str) -> dict[str, str]:
-    """What `write` kept, by name of file. What cannot be right has the digest "": the list if it is gone or damaged, files not in it.
+    """What `write` kept, by name of file. Digest "": what cannot be right, the list itself or files not in it.
 
     Args:
         patterns: of the files that must be in the list if they are in the folder.

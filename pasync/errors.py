@@ -34,6 +34,10 @@ class ProcessDied(PasyncError):
     """A process of the run ended although it should be running."""
 
 
+class RankLost(PasyncError):
+    """A training rank waited for another one in vain."""
+
+
 class TrainingError(PasyncError):
     """A gradient or loss is not a finite number."""
 
@@ -48,7 +52,7 @@ class Preempted(Exception):
 
 _BY_NAME: dict[str, type[PasyncError | Preempted]] = {
     e.__name__: e
-    for e in (PasyncError, RolloutError, WeightSyncError, RewardError, ProcessDied, TrainingError, CheckpointError, Preempted)
+    for e in (PasyncError, RolloutError, WeightSyncError, RewardError, ProcessDied, RankLost, TrainingError, CheckpointError, Preempted)
 }
 
 

@@ -167,7 +167,7 @@ def _launch_once(
         _say(run, f"{failure.traceback}{failure.error}: {failure.message}\nlog: {failure.log} ({failure.process})")
         return CANNOT_WORK if failure.error == ConfigError.__name__ else FAILED
     except Stopped as stopped:
-        if not stop_report(run):
+        if stopped.number != signal.SIGTERM or not stop_report(run):
             print(f"{STOP_WORDS[signal.Signals(stopped.number)]}: all processes of {run} have ended", file=sys.stderr)
             return 128 + stopped.number
     if iteration := stop_report(run):

@@ -54,7 +54,7 @@ def report_fatal(run_dir: Path, name: str) -> Iterator[None]:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
         traceback.print_exc()
-        root = _named_error(error)
+        root = named_error(error)
         report = {"process": name, "error": type(root).__name__, "message": str(root), "time": time.time()}
         report["traceback"] = "".join(traceback.format_exception(error)[:-1])  # without the error itself
         _write_whole(run_dir / "logs" / f"{name}.error.json", json.dumps(report))
@@ -106,7 +106,7 @@ def _write_whole(target: Path, text: str) -> None:
     draft.replace(target)
 
 
-def _named_error(error: BaseException) -> BaseException:
+def named_error(error: BaseException) -> BaseException:
     """The error of ours that led to `error`, if there is one: closing things after a failure may fail itself."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, (PasyncError, ConfigError)):

@@ -27,7 +27,7 @@ import psutil
 import pasync
 from pasync import guard
 from pasync.cause import Exit, Failure, find_cause
-from pasync.errors import ConfigError
+from pasync.errors import ConfigError, RankLost
 from pasync.observe.console import Screen, Tail, parse
 from pasync.processes import LAUNCHER_PID, RUN_ID, STOPPED, all_in_run, kill_run
 
@@ -37,7 +37,7 @@ SETTLE_S = 2.0
 STOP_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 CLEAN_EXIT_S = 10.0
-"""Servers and ranks that end well may do so that much apart."""
+"""Servers and ranks may end that much apart."""
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$")
 
 
@@ -151,9 +151,7 @@ class Supervisor:
                     raise
                 continue
             if self._failed():
-                self.let_finish(SETTLE_S)
-                ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
-                raise RunFailed(find_cause(self.logs, self._exits(), ranks))
+                raise RunFailed(self._cause(main))
         self._forward_logs()
         self.children.remove(main)
 
@@ -170,6 +168,18 @@ class Supervisor:
         """Give the processes that are left some time to end by themselves. Raises Stopped."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(child.poll() is None for child in self.children):
+            self._tick()
+
+    def _cause(self, main: Child) -> Failure:
+        """Of the failure. A rank that only lost another one is none, so wait for torchrun's word on the other; Stopped by a signal."""
+        self.let_finish(SETTLE_S)
+        deadline = time.monotonic() + CLEAN_EXIT_S
+        while True:
+            ended = main.poll()  # before its log is read
+            ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
+            cause = find_cause(self.logs, self._exits(), ranks)
+            if cause.error != RankLost.__name__ or ended or time.monotonic() > deadline:
+                return cause
             self._tick()
 
     def _let_save(self, main: Child, grace_s: float) -> bool:

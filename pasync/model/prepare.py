@@ -21,7 +21,7 @@ from typing import Any
 
 from pasync.config import Config
 from pasync.data.sources import nearest
-from pasync.errors import ConfigError
+from pasync.errors import ConfigError, PasyncError
 from pasync.observe.console import say
 
 KNOWN = ("smollm2-135m-instruct", "tiny-sort")
@@ -105,16 +105,20 @@ def prepare(name: str) -> Path:
 
     Raises:
         ConfigError: the name is not one of KNOWN, or the wheel that it is made from is not installed.
+        PasyncError: the one that makes it takes too long.
     """
     if name not in KNOWN:
         return folder(name)  # the user's own, or the error that says what is allowed
     if done := cached(name):
         return done
-    from filelock import FileLock  # with the builders below: what only asks for a folder stays light
+    from filelock import FileLock, Timeout  # with the builders below: what only asks for a folder stays light
 
     _models().mkdir(parents=True, exist_ok=True)
-    with FileLock(_models() / f"{name}.lock", timeout=LOCK_S):
-        return cached(name) or _build(name)
+    try:
+        with FileLock(_models() / f"{name}.lock", timeout=LOCK_S):
+            return cached(name) or _build(name)
+    except Timeout as error:
+        raise PasyncError(f"another process has been making {name} for {LOCK_S} s, it holds {error.lock_file}") from None
 
 
 def _build(name: str) -> Path:

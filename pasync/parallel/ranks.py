@@ -7,6 +7,7 @@ same name on every rank, so no rank is left waiting in a collective.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pasync import device as devices
-from pasync.errors import error_named
+from pasync.errors import PasyncError, RankLost, error_named
 from pasync.parallel.mesh import Axis, Mesh, make_mesh
+from pasync.processes import named_error
 
 _OK, _FAILED, _CALL = 0, 1, 2
+_WAITED = re.compile(r"gloo|NCCL|HCCL|Timed out|Connection closed by peer|Connection reset by peer")
+"""In the texts of a backend's errors; only some have a type of their own."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +141,24 @@ def join_ranks(kind: str, *, deadline_s: float, pipeline: int = 1, tensor: int =
         pipeline: stages; tensor: shards of each layer. See `make_mesh`.
     """
     device = devices.torch_device(kind, int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
+    with naming_lost_ranks(deadline_s):
+        dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
+        try:
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=deadline_s))
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def naming_lost_ranks(deadline_s: float) -> Iterator[None]:
+    """Raise a backend's error about a peer as RankLost, unless it only follows from an error with a name of ours."""
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=deadline_s))
-    finally:
-        dist.destroy_process_group()
+        yield
+    except RuntimeError as error:
+        about_peer = isinstance(error, dist.DistError) or _WAITED.search(str(error))
+        if not about_peer or isinstance(named_error(error), PasyncError):
+            raise
+        raise RankLost(
+            f"rank-{os.environ['RANK']} waited for another rank, which ended or was silent for parallel.deadline_s={deadline_s}; "
+            f"the last line of each rank in ranks.log says where it was: {str(error).splitlines()[0]}"
+        ) from error

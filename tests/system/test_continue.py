@@ -107,6 +107,14 @@ def test_a_scheduler_may_send_sigterm_to_every_process(tmp_path, recorded, whole
     assert distance(weights_of(run), whole) == 0.0
 
 
+def test_ctrl_c_does_not_wait_for_a_checkpoint(tmp_path, recorded):
+    run = tmp_path / "run"
+    process = in_slow_iteration(run, *of(recorded), *LATE, *SAVES)
+    os.kill(process.pid, signal.SIGINT)
+    code, text = finish(process, run, 20)
+    assert code == 130 and "Interrupted: all processes" in text and gone_within(run, 15)
+
+
 def test_without_checkpoints_sigterm_ends_everything_at_once(tmp_path, recorded):
     run = tmp_path / "run"
     process = in_slow_iteration(run, *of(recorded), *LATE)
@@ -129,6 +137,7 @@ def test_a_killed_rank_brings_the_run_back_by_itself_as_often_as_allowed(tmp_pat
 def test_a_damaged_checkpoint_costs_one_iteration_and_nothing_else(tmp_path, recorded, whole):
     run, command = tmp_path / "run", [*of(recorded), *EXACT, *SAVES]
     process = in_slow_iteration(run, *command, *LATE)
+    wait_for_line(run / "logs" / "ranks.log", f"checkpoint iteration-{SLOW:05d} is complete", process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(20)
     assert gone_within(run, 15)

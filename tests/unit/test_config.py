@@ -74,6 +74,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("algorithm.max_kl=0.1", "set algorithm.kl_coef above 0"),
         ("rollout.admission=longest", "Did you mean longest_first?"),
         ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
+        ("run.max_restarts=2", "needs checkpoint.every of at least 1"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):

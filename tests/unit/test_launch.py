@@ -344,6 +344,33 @@ def test_of_several_errors_the_earliest_counts(tmp_path: Path) -> None:
     assert find_cause(tmp_path, [], "").process == "server-0"
 
 
+def test_a_rank_that_only_lost_another_one_is_no_cause_if_there_is_another(tmp_path: Path) -> None:
+    for name, error, moment in (("rank-0", "RankLost", 2), ("rank-1", "TrainingError", 3)):
+        report = {"process": name, "error": error, "message": "", "time": moment, "traceback": ""}
+        (tmp_path / f"{name}.error.json").write_text(json.dumps(report))
+    assert find_cause(tmp_path, [], "").process == "rank-1"
+
+
+LOSES = """
+from pasync.errors import RankLost
+from pasync.processes import report_fatal
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+signal.signal(signal.SIGTERM, lambda *_: None)
+try:
+    with report_fatal(Path({run!r}), "rank-0"):
+        raise RankLost("rank-1 is gone")
+finally:
+    time.sleep(4)
+"""
+
+
+def test_a_killed_rank_is_named_though_another_says_first_that_it_lost_it_and_ends_slowly(config_file: Path) -> None:
+    ranks = torchrun(config_file, LOSES.format(run=str(config_file.parent / "run")))
+    code, lines = ended(start(config_file, FOREVER, *ranks), config_file)
+    assert code == 1 and lines[-2].startswith("ProcessDied: rank-1 (pid ") and lines[-2].endswith("was killed by SIGKILL")
+
+
 def test_ranks_that_torchrun_ended_itself_are_no_cause() -> None:
     report = "  time      : 2026-11-29_15:48:44\n  host      : h\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 6)  (X)\n"
     assert [e.code for e in rank_exits(report.format(-15) + report.format(-9))] == [-9]

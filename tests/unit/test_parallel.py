@@ -1,16 +1,19 @@
 import copy
 import math
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from workers import run_ranks
 
 from pasync.config import OptimizerConfig
 from pasync.errors import PasyncError, RolloutError, TrainingError
 from pasync.parallel.optimizer import Copies, learning_rate
-from pasync.parallel.ranks import Ranks
+from pasync.parallel.ranks import Ranks, naming_lost_ranks
 from pasync.parallel.zero import ZeroAdamW
+from pasync.processes import named_error
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 
@@ -107,3 +110,33 @@ def test_learning_rate_warms_up_and_ends_at_zero():
     cosine = config.model_copy(update={"schedule": "cosine"})
     assert learning_rate(cosine, 4, 6) == pytest.approx(0.5)
     assert learning_rate(config.model_copy(update={"schedule": "constant"}), 5, 6) == 1.0
+
+
+def left_alone(ranks: Ranks, deadline_s: float, *, hidden: bool = False) -> str:
+    """Rank 1 does not come to a collective of a group of its own."""
+    group = dist.new_group(timeout=timedelta(seconds=deadline_s))
+    if not ranks.is_first:
+        return ""
+    try:
+        with naming_lost_ranks(deadline_s):
+            try:
+                if hidden:
+                    raise RolloutError("server-0 is silent")
+            finally:
+                dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        return f"{type(named_error(error)).__name__}: {named_error(error)}"
+    return "nothing"
+
+
+def test_a_rank_that_waits_in_vain_says_for_how_long_and_where_to_look():
+    text = run_ranks(left_alone, 2, 2.0)[0]
+    assert text.startswith("RankLost: rank-0 waited for another rank") and "parallel.deadline_s=2.0" in text and "ranks.log" in text
+
+
+def hidden_cause(ranks: Ranks) -> str:
+    return left_alone(ranks, 2.0, hidden=True)
+
+
+def test_a_lost_rank_does_not_hide_the_error_that_it_followed_from():
+    assert run_ranks(hidden_cause, 2)[0] == "RolloutError: server-0 is silent"
