@@ -68,7 +68,7 @@ class Trainer:
 
         Raises:
             TrainingError: on all ranks, if log-probs, losses or the gradient are not finite, unless `algorithm.on_nonfinite=skip` helps. It
-                names the groups whose micro-batches are not, and the files that keep them; weights are unchanged.
+                names the groups whose micro-batches are not, and the files that keep them; weights are those before the failing step.
         """
         began = time.perf_counter()
         metrics = self._step(iteration)
@@ -86,7 +86,7 @@ class Trainer:
         return metrics | {"policy/engine_logprob_gap": gap, "time/train_s": slowest, "time/mean_train_s": mean}
 
     def _step(self, iteration: int) -> dict[str, float]:
-        """Divide the gradient by the whole batch's denominator and step; without what is not finite, or not at all."""
+        """As `_step_if_finite`; what is not finite is left out, or raised."""
         try:
             return self._step_if_finite(iteration)
         except TrainingError as error:  # on all ranks
@@ -95,7 +95,13 @@ class Trainer:
         return self._step_if_finite(iteration)
 
     def _step_if_finite(self, iteration: int) -> dict[str, float]:
-        """The check costs the devices no wait: it looks at sums over the whole batch that are reduced anyway."""
+        """Divide the gradient by the whole batch's denominator and step.
+
+        The check costs the devices no wait: it looks at sums over the whole batch that are reduced anyway.
+
+        Raises:
+            TrainingError: on all ranks, something is not finite; nothing has changed then.
+        """
         sums = self._totals | {name: value.item() for name, value in self._sums.items()} | {"trained_tokens": self._trained_tokens}
         # every shard computes the same numbers
         total = self.ranks.sum({name: sums[name] if self.mesh.tensor.is_first else 0.0 for name in STATISTICS})
@@ -132,7 +138,7 @@ class Trainer:
         left = self.ranks.sum({"left": sum(body != EMPTY for body in self._kept)})["left"]
         found = f"{why}. Not finite: {self._keep_nonfinite(iteration) or 'no micro-batch alone'}"
         if not bad or not left or self.config.algorithm.on_nonfinite == "raise":
-            raise TrainingError(f"{found}. The weights of the last finished iteration are unchanged")
+            raise TrainingError(found)
         log.warning("%s. Computing the batch without", found)
         self._skipped += bad
         self._start_sums()

@@ -146,22 +146,24 @@ def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -
 
 
 LAYOUTS = [
-    (1, 1, Case("weights", "skip")),
-    (1, 1, Case("logprobs", "skip", updates=2)),
-    (1, 1, Case("gradient", "skip", updates=2)),
-    (1, 1, Case("weights", "skip", accumulate="exact")),
-    (2, 1, Case("weights", "skip", updates=2)),
-    (2, 1, Case("weights", "skip", data="fsdp")),
-    (2, 2, Case("gradient", "skip", updates=2)),
-    (2, 2, Case("weights", "skip")),
-    (4, 2, Case("weights", "skip", updates=2, data="fsdp")),
+    (1, 1, 1, Case("weights", "skip")),
+    (1, 1, 1, Case("logprobs", "skip", updates=2)),
+    (1, 1, 1, Case("gradient", "skip", updates=2)),
+    (1, 1, 1, Case("weights", "skip", accumulate="exact")),
+    (2, 1, 1, Case("weights", "skip", updates=2)),
+    (2, 1, 1, Case("weights", "skip", data="fsdp")),
+    (2, 2, 1, Case("gradient", "skip", updates=2)),
+    (2, 2, 1, Case("weights", "skip")),
+    (4, 2, 1, Case("weights", "skip", updates=2, data="fsdp")),
+    (2, 1, 2, Case("weights", "skip")),
 ]
-"""(ranks, stages, case)."""
+"""(ranks, stages, shards, case)."""
 
 
-@pytest.mark.parametrize(("size", "stages", "case"), LAYOUTS)
-def test_a_skipped_micro_batch_adds_nothing_and_the_others_train_as_without_it(tmp_path, models, expected, size, stages, case):
-    seen = run_ranks(one_batch, size, tmp_path, models[case.planted], bad_groups(case.planted), case, pipeline=stages)
+@pytest.mark.parametrize(("size", "stages", "shards", "case"), LAYOUTS)
+def test_a_skipped_micro_batch_adds_nothing_and_the_others_train_as_without_it(tmp_path, models, expected, size, stages, shards, case):
+    folder, batch = models[case.planted], bad_groups(case.planted)
+    seen = run_ranks(one_batch, size, tmp_path, folder, batch, case, pipeline=stages, tensor=shards)
     assert not any(rank.error for rank in seen)
     assert all(rank.metrics["policy/skipped_micro_batches"] == 1 for rank in seen)
     assert difference(seen[0].weights, expected[case.updates].weights) < 1e-5

@@ -34,7 +34,7 @@ def play(prompt, response, response_ids, sample):
         case "sys.exit": sys.exit(4)
         case "eat": return len(bytearray(8 << 30))
         case "hoard":
-            while True: hoard.append(bytearray(64 << 20))
+            while True: hoard.append(numpy.empty(64 << 20, "u1"))
         case "stop": os.kill(os.getpid(), signal.SIGSTOP)
         case "odd": raise Odd("caf\\ud800", 2)
         case "mute": raise Mute()
@@ -67,7 +67,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
 def _pool_in(folder: Path, patch: pytest.MonkeyPatch, function: str, timeout_s: float) -> RewardPool:
     """A pool whose workers start in `folder`, where `function` is found."""
     patch.chdir(folder)
-    return RewardPool(RewardConfig(function=function, timeout_s=timeout_s, memory_bytes=1 << 30))
+    return RewardPool(RewardConfig(function=function, timeout_s=timeout_s, memory_bytes=1 << 28))
 
 
 def score(pool: RewardPool, response: str, **sample: object) -> tuple[float, str]:

@@ -76,7 +76,8 @@ def hostile(draw: random.Random, seen: list[bytes], foreign: list[bytes]) -> Ite
         yield from (
             genuine, genuine[: draw.randrange(len(genuine))], genuine + b"\0", bytes(changed), draw.randbytes(draw.randrange(200)),
             WIRE_VERSION + draw.randbytes(draw.randrange(100)), b"pasync9\n" + genuine[8:], framed(draw.randbytes(30)),
-            framed(other[len(WIRE_VERSION) + 16 :]), framed(b"\x91" * draw.randrange(1, 5000)), b"",
+            framed(other[len(WIRE_VERSION) + 16 :]), b"",
+            framed(b"\x82\xa1x" + b"\x91" * draw.randrange(1, 20_000) + b"\x01\xa4type\xa4stop"),
         )  # fmt: skip
         if draw.random() < 0.02:
             yield framed(genuine[len(WIRE_VERSION) + 16 :].ljust(LARGEST + 1, b"\0"))
