@@ -5,11 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import TINY, console, finish, free_port, gone_within, metrics, start, wait_for_line
+from harness import RUN_S, TINY, console, finish, free_port, gone_within, metrics, start, wait_for_line
 
 from pasync.placement import Placement
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 
 def both(run: Path, *overrides: str) -> list[subprocess.Popen[str]]:
@@ -38,7 +38,7 @@ def test_the_server_of_another_node_generates_for_the_trainer(tmp_path: Path) ->
 def test_a_node_ends_when_the_trainers_node_is_gone(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first, second = both(run, "iterations=1000", "rollout.silence_s=3")
-    wait_for_line(run / "logs" / "ranks.log", "iteration 1: optimizer step", first)
+    wait_for_line(run / "logs" / "ranks.log", "iteration 1: optimizer step", first, RUN_S)
     first.kill()
     code, text = finish(second, tmp_path / "second", 60)
     assert code == 1 and "RolloutError: the trainer at tcp://127.0.0.2:" in text and "was lost for 3.0 s" in text, text
