@@ -51,7 +51,7 @@ def alternated(folder: Path, tree: Line, a: str, b: str, pairs: int) -> tuple[li
     placement = replace(placed(config, False), servers=servers, ranks=[[cores[-1]]])
 
     def commands(placement: Placement, run: Path) -> list[Command]:
-        *servers, ranks = run_commands(placement, run)
+        *servers, ranks = run_commands(config, placement, run)
         argv = [*ranks.argv[: ranks.argv.index("-m", 2)], "-m", "benchmarks.alternate", str(run), a, b]
         return [*servers, replace(ranks, argv=argv)]
 

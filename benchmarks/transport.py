@@ -58,6 +58,7 @@ async def answer(address: str) -> None:
 
 def iterate(producer: RolloutProducer, prompts: list[Prompt], version: int, config: Config, ranks: Ranks) -> int:
     """One iteration; returns the groups that came out of the stream."""
+    producer.admit(version)
     producer.submit(prompts, version, Sampling(RESPONSES, 1.0, TOKENS))
     batch = Batch(producer, version, iter(()), refills=False)
     return sum(len(groups) for groups in stream_micro_batches(batch, config, ranks))
@@ -131,6 +132,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, join_ranks("cpu", deadline_s=60) as ranks:
             config = configuration(Path(folder))
             with contextlib.redirect_stdout(sys.stderr), RolloutProducer(config, address) as producer:
+                producer.muster()
                 line = measure(config, producer, ranks, options.iterations)
         server.wait(10)
         print(json.dumps(line))

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
             print(description(config, placement))
             print(memory(config, placement.kind))
             return 0
-        return launch(config, placement, run_commands)
+        return launch(config, placement, partial(run_commands, config))
     except ConfigError as error:
         print(f"ConfigError: {error}", file=sys.stderr)
         return 2
@@ -120,12 +120,12 @@ def launch(config: Config, placement: Placement, commands: Callable[[Placement, 
     return 0
 
 
-def run_commands(placement: Placement, run: Path) -> list[Command]:
+def run_commands(config: Config, placement: Placement, run: Path) -> list[Command]:
     """One server process each, and torchrun for all ranks; on cpu bound to their cores."""
     on_cpu, commands = placement.kind == "cpu", []
     for i, ids in enumerate(placement.servers):
         argv = [sys.executable, "-m", "pasync.serve", str(run), str(i)]
-        commands.append(Command(f"server-{i}", argv, _server_environment(placement, i), ids if on_cpu else []))
+        commands.append(Command(f"server-{i}", argv, _server_environment(placement, i), ids if on_cpu else [], config.rollout.max_restarts))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(placement.ranks)}"]
     cores = sorted({i for ids in placement.ranks for i in ids}) if on_cpu else []
     return [*commands, Command("ranks", [*torchrun, "-m", "pasync.train", str(run)], _rank_environment(placement), cores)]

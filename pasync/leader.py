@@ -1,6 +1,7 @@
 """What rank 0 does besides training: weights to the servers, prompts, evaluation, the log.
 
     begin(t):  weights t --> servers --> probe --> [evaluate] --> submit the batch, return at once
+    resume(t): the same weights again, to servers that came back after all were lost
     finish(t): one line of metrics, [the groups of the iteration on disk]
     end():     weights of the last step --> [evaluate] --> exported model
 """
@@ -19,6 +20,7 @@ from pasync import checkpoint
 from pasync.batch import Batch
 from pasync.config import Config
 from pasync.data.prompts import PromptStream
+from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Sampling
 from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
@@ -33,6 +35,53 @@ PROBE_TOKENS = 64
 log = logging.getLogger(__name__)
 
 
+class Publisher:
+    """Gives weights to the servers that are there. Runs on rank 0's main thread, inside `Ranks.on_first` with the trainer's calls.
+
+    Args:
+        probe_ids: tokens of the sequence that servers and trainer must agree on.
+    """
+
+    def __init__(self, config: Config, servers: RolloutProducer, trainer: Trainer, kind: str, probe_ids: list[int]) -> None:
+        self.config, self.servers, self.trainer, self.kind, self.probe_ids = config, servers, trainer, kind, probe_ids
+        self._sender: WeightSender | None = None
+
+    def publish(self, t: int) -> float | None:
+        """Give version t to every server that is there, check what they hold, and let them sample with it.
+
+        Makes a new transfer group if the servers are others than the last time. If one is lost meanwhile, all of it again with those
+        that are left.
+
+        Returns:
+            Largest mean log-prob difference of the probe, if one was due.
+
+        Raises:
+            RolloutError: no server is left, or one gave no answer that can be used.
+            WeightSyncError: a server does not hold what was sent.
+        """
+        while True:
+            changed = self.servers.muster()
+            try:
+                gap = self._try(t, changed)
+            except (RolloutError, WeightSyncError) as error:
+                if not self.servers.lost_any():
+                    raise
+                log.warning("sync %d again without the servers that were lost: %s", t, error)
+                continue
+            self.servers.admit(t)
+            return gap
+
+    def _try(self, t: int, changed: bool) -> float | None:
+        if changed or self._sender is None:
+            if self._sender:
+                self._sender.close()
+            self._sender = WeightSender(self.config, self.servers, self.trainer.models.shapes, self.kind)
+        self._sender.publish(self.trainer.models.weights(), t)
+        if not self._sender.due(t):
+            return None
+        return self._sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
+
+
 class Leader:
     """Runs on rank 0's main thread; an exception of any method is raised on all ranks by `Ranks.on_first`.
 
@@ -44,7 +93,7 @@ class Leader:
         self, config: Config, run: Path, placement: Placement, trainer: Trainer, prompts: PromptStream, first: int, trace: Trace
     ) -> None:
         self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
-        self.kind, self.first = placement.kind, first
+        self.first = first
         self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
@@ -52,16 +101,15 @@ class Leader:
         )
         self.batch: Batch
         self.next_batch: Batch  # only in one_step_off
-        self.sender: WeightSender | None = None
         self.sampling = Sampling(config.algorithm.group_responses, config.rollout.temperature, config.rollout.max_tokens)
         ids = list(prompts.batch(0)[0].ids)
-        self.probe_ids = (ids * PROBE_TOKENS)[: max(2, min(PROBE_TOKENS, config.max_model_tokens))]
+        ids = (ids * PROBE_TOKENS)[: max(2, min(PROBE_TOKENS, config.max_model_tokens))]
+        source, kind = self.source, placement.kind
+        self.publisher = Publisher(config, source, trainer, kind, ids) if isinstance(source, RolloutProducer) else None
 
     def start(self, stack: ExitStack) -> None:
-        """Wait for the servers and join them for weight transfer."""
+        """Wait for the servers."""
         stack.enter_context(self.source)
-        if isinstance(self.source, RolloutProducer):
-            self.sender = WeightSender(self.config, self.source, self.trainer.models.shapes, self.kind)
 
     @property
     def history(self) -> bytes:
@@ -82,7 +130,7 @@ class Leader:
         ahead = self.config.schedule == "one_step_off"
         if ahead and t > self.first:
             self.batch = self.next_batch
-            self.batch.hold()
+            self._hold()
         self._publish(t)
         if self.config.eval.every and t % self.config.eval.every == 0:
             self._evaluate(t)
@@ -91,8 +139,13 @@ class Leader:
         if not ahead or t == self.first:
             self.batch = self._submit(t, version=t)
         if ahead and t + 1 < self.config.iterations:
-            self.batch.hold()
+            self._hold()
             self.next_batch = self._submit(t + 1, version=t)
+
+    def resume(self, t: int) -> None:
+        """All servers were lost: wait for one and give it the weights of this iteration, so that it does the groups that are missing."""
+        log.info("iteration %d: %d groups wait for a server", t, self.source.in_flight)
+        self._publish(t)
 
     def finish(self, t: int, metrics: dict[str, float]) -> None:
         """Write the iteration's line, and its groups if they are recorded."""
@@ -111,8 +164,9 @@ class Leader:
                 waits_s=self.batch.waits_s,
             )
         )
-        if self.sender:  # replayed groups carry the times of another run
+        if isinstance(self.source, RolloutProducer):  # replayed groups carry the times of another run
             self.log.add({"time/server_idle_frac": idle_share(groups, self.config.rollout.servers, self.log.value("time/step_s"))})
+            self.log.add({"rollout/requeued_groups": self.source.requeued, "rollout/dropped_groups": self.source.dropped})
             for group, at in arrived:
                 self.trace.group(t, group, at)
         self.log.write(t)
@@ -135,14 +189,17 @@ class Leader:
         refill = islice(self.prompts.refill(t), self.config.refill_limit)
         return Batch(self.source, version, refill, refills=self.config.algorithm.filter_zero_variance == "refill")
 
+    def _hold(self) -> None:
+        self.batch.hold()
+        if self.batch.stranded:
+            raise RolloutError("all servers were lost, and the weights that sampled this batch are gone (schedule=one_step_off)")
+
     def _publish(self, t: int) -> None:
         log.info("iteration %d: sync", t)
         with self.log.timed("time/sync_s"), self.trace.span("sync", t):
-            if self.sender:
-                self.sender.publish(self.trainer.models.weights(), t)
-                if self.sender.due(t):
-                    gap = self.sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
-                    self.log.add({"policy/probe_gap": gap})
+            gap = self.publisher.publish(t) if self.publisher else None
+            if gap is not None:
+                self.log.add({"policy/probe_gap": gap})
 
     def _evaluate(self, t: int) -> None:
         evaluation = self.config.eval
@@ -153,7 +210,9 @@ class Leader:
             rewards = []
             while self.source.in_flight:
                 group = self.source.next_group(t)
-                assert group is not None
+                if group is None:
+                    self.resume(t)
+                    continue
                 rewards += group.rewards
                 progress("evaluating", len(rewards), len(prompts))
         self.log.add({"eval/accuracy_frac": sum(rewards) / len(rewards), "eval/problems": len(rewards)})

@@ -1,7 +1,7 @@
 """What travels between the trainer and the servers, and how it is written on the wire.
 
-    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Stop -->  server (DEALER)
-                      <-- Hello, Joined, Freed, GroupDone, Synced, Probed, Heartbeat, Failed --
+    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Ping, Stop -->  server (DEALER)
+                      <-- Hello, Joined, Freed, GroupDone, Synced, Unsynced, Probed, Heartbeat, Failed --
 
 A frame is WIRE_VERSION followed by one msgpack map with a "type" tag. Decoding checks the version, the size and the schema
 (msgspec); nothing on the wire is ever executed. Token ids and log-probs travel as raw little-endian arrays.
@@ -131,8 +131,12 @@ class Probe(Message, frozen=True, tag="probe"):
     """int32 [P]."""
 
 
+class Ping(Message, frozen=True, tag="ping"):
+    """Trainer: nothing to do; sending it shows whether the connection is still there."""
+
+
 class Stop(Message, frozen=True, tag="stop"):
-    """Trainer: the run is over, exit with code 0."""
+    """Trainer: the run is over, or goes on without this server; exit with code 0."""
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -171,6 +175,12 @@ class Synced(Message, frozen=True, tag="synced"):
     weight_abs_sum: float | None = None
 
 
+class Unsynced(Message, frozen=True, tag="unsynced"):
+    """Server, where Joined or Synced is due: the transfer failed. It holds no version until the next one."""
+
+    message: str
+
+
 class Probed(Message, frozen=True, tag="probed"):
     """Server: log-probs of the probe sequence."""
 
@@ -190,8 +200,8 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
 
 
-ToServer = Join | Generate | Sync | Probe | Stop
-ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Probed | Heartbeat | Failed
+ToServer = Join | Generate | Sync | Probe | Ping | Stop
+ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Unsynced | Probed | Heartbeat | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Any, Any] = {side: msgspec.msgpack.Decoder(side) for side in (ToServer, ToTrainer)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ async def serve(config: Config, placement: Placement, index: int) -> None:
     model = Path(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     stops = stop_token_ids(model, tokenizer, config.rollout.stop_token_prefixes)
-    channel = TrainerChannel(placement.address, f"server-{index}")
+    channel = TrainerChannel(placement.address, f"server-{index} (pid {os.getpid()})")
     with RewardPool(config.rewards) as rewards:
         engine = Engine(config, model, index, stops)
         try:

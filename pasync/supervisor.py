@@ -8,6 +8,7 @@ The launcher wakes for a signal, and ten times a second for new log lines and en
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -48,6 +49,8 @@ class Command:
     """On top of the launcher's own environment."""
     cores: list[int] = field(default_factory=list)
     """Cores it is bound to; empty: any."""
+    restarts: int = 0
+    """How often it is started again after it failed."""
 
 
 class RunFailed(Exception):
@@ -67,10 +70,14 @@ class Stopped(Exception):
 
 
 class Child:
-    """A started process, its log, and when its end was seen."""
+    """A started process, its log, and when its end was seen.
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], tail: Tail | None) -> None:
-        self.name, self.process, self.tail = name, process, tail
+    Args:
+        command: that starts it again; None if it is not to be.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], tail: Tail | None, command: Command | None = None) -> None:
+        self.name, self.process, self.tail, self.command = name, process, tail, command
         self.exit: Exit | None = None
 
     def poll(self) -> Exit | None:
@@ -125,7 +132,7 @@ class Supervisor:
                 command.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True, preexec_fn=pin,  # no threads here, so preexec_fn is safe
             )  # fmt: skip
-        self.children.append(Child(command.name, process, tail))
+        self.children.append(Child(command.name, process, tail, command if command.restarts else None))
         return self.children[-1]
 
     def wait_for(self, main: Child) -> None:
@@ -139,6 +146,7 @@ class Supervisor:
         """
         while not (exit := main.poll()) or exit.code != 0:
             self._tick()
+            self._revive()
             if self._failed():
                 self.let_finish(SETTLE_S)
                 ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
@@ -154,8 +162,33 @@ class Supervisor:
 
     def _failed(self) -> bool:
         """Whether a process ended badly or too early. A server may end well a little before the ranks do."""
-        ended_badly = any(e.code != 0 or time.time() - e.time > CLEAN_EXIT_S for e in self._exits())
-        return ended_badly or any(self.logs.glob("*.error.json"))
+        return any(map(_is_failure, self._exits())) or any(self.logs.glob("*.error.json"))
+
+    def _revive(self) -> None:
+        """Start again whatever failed and may be; all that is left of it ends first. A user's mistake would only be met again."""
+        reports = self._server_reports()
+        for child in list(self.children):
+            report, exit = reports.get(child.name, {}), child.poll()
+            if child.command and (report or (exit and _is_failure(exit))) and report.get("error") != ConfigError.__name__:
+                child.process.kill()
+                kill_run(self.run_id, session=child.process.pid)
+                (self.logs / f"{child.name}.error.json").unlink(missing_ok=True)
+                self._forward_logs()
+                self.children.remove(child)
+                left, code = child.command.restarts - 1, child.process.wait()
+                self.screen.say(f"{child.name} is started again, {left} restarts are left: {report.get('message') or f'exit code {code}'}")
+                self.start(replace(child.command, restarts=left))
+
+    def _server_reports(self) -> dict[str, dict[str, Any]]:
+        """Error reports of servers; those of processes that are gone already, or that others have started, are removed."""
+        found, pids = {}, {child.name: child.process.pid for child in self.children}
+        for path in self.logs.glob("server-*.error.json"):
+            report = json.loads(path.read_text())
+            if pids.get(report["process"]) == report["pid"]:
+                found[report["process"]] = report
+            else:
+                path.unlink()
+        return found
 
     def _exits(self) -> list[Exit]:
         return [e for child in (*self.children, self._guard) if (e := child.poll())]
@@ -188,6 +221,10 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
+
+
+def _is_failure(exit: Exit) -> bool:
+    return exit.code != 0 or time.time() - exit.time > CLEAN_EXIT_S
 
 
 def _base_environment() -> dict[str, str]:

@@ -56,6 +56,8 @@ METRICS = {
     "time/rank_idle_frac": "share of the step in which a rank did not compute, mean over ranks",
     "time/server_idle_frac": "share of the step in which a server had no group, mean over servers",
     "time/eval_s": "evaluation before this iteration",
+    "rollout/requeued_groups": "groups so far that a lost server left to others",
+    "rollout/dropped_groups": "groups so far that came twice or from a server given up, and were not trained on",
     "throughput/tpspd": "(prompt + response tokens) / (step seconds x devices)",
     "throughput/response_tpspd": "response tokens / (step seconds x devices)",
 }

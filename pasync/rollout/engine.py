@@ -10,6 +10,7 @@ The only file that imports vllm; what differs between vLLM versions and platform
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,25 @@ class WorkerExtension:
         """Enter the weight-transfer group; `join` is the Join message's fields as JSON."""
         worker: Any = self
         dtype = next(worker.model_runner.get_model().parameters()).dtype
+        self.pasync_leave()
         self._pasync = WeightReceiver(devices.detect(), json.loads(join), worker.rank, worker.device, dtype)
+
+    def pasync_leave(self) -> None:
+        """Leave the group of the last join, if there was one."""
+        if receiver := self.__dict__.pop("_pasync", None):
+            receiver.group.close()
 
     def pasync_receive(self, with_sum: bool) -> list[float] | None:
         """Load one version; with `with_sum`, answer [sum, sum of absolute values] over all weights now held."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        with torch.no_grad():
-            model.load_weights(self._pasync.receive())
-            return list(sums(model.parameters())) if with_sum else None
+        try:
+            with torch.no_grad():
+                model.load_weights(self._pasync.receive())
+                return list(sums(model.parameters())) if with_sum else None
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold broadcasts, and so the connections of the group
+            self.pasync_leave()  # or others might wait for this worker
+            raise
 
 
 class Engine:
@@ -100,6 +112,11 @@ class Engine:
             raise WeightSyncError("the prefix cache could not be reset: requests were in flight during the sync")
         await self._llm.resume_generation()
         return (answers[0][0], answers[0][1]) if answers[0] else None
+
+    def require_alive(self) -> None:
+        """Raise vLLM's error if its processes are gone."""
+        if self._llm.errored:
+            raise self._llm.dead_error
 
     def shutdown(self) -> None:
         """End the engine's processes."""

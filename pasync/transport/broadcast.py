@@ -37,6 +37,10 @@ class BroadcastGroup:
         timeout = timedelta(seconds=timeout_s)
         return dist.TCPStore(host, port, world_size, is_master=is_sender, timeout=timeout, wait_for_workers=False)
 
+    def close(self) -> None:
+        """Leave the group: whoever waits in it comes out with an error, once no work of it is held any more."""
+        del self._group
+
     def start(self, tensor: Tensor) -> dist.Work:
         """Begin to bring rank 0's tensor to all others and return at once; all ranks must start the same tensors in the same order.
 
