@@ -73,6 +73,7 @@ class Publisher:
 
     def _try(self, t: int, changed: bool) -> float | None:
         if changed or self._sender is None:
+            log.info("weights go to %s", ", ".join(self.servers.names))
             if self._sender:
                 self._sender.close()
             self._sender = WeightSender(self.config, self.servers, self.trainer.models.shapes, self.kind)

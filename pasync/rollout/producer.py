@@ -178,7 +178,7 @@ class RolloutProducer:
                 end += deadline_s  # for the word that they are lost
             elif isinstance(message, kind):
                 answers[server] = message
-            elif server in self.names:
+            elif server in self.names and not isinstance(message, Hello):
                 other = f"{server} answered {type(message).__name__} where {kind.__name__} was due"
                 wrong[server] = message.message if isinstance(message, Unsynced) else other
         if wrong:
