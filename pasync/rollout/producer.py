@@ -47,6 +47,7 @@ class RolloutProducer:
         self.config = config
         self.names: list[str] = []
         """Servers that take part in the sync, since the last `muster`."""
+        self._admitted: list[str] = []  # those of the sync before, until it has succeeded
         self.in_flight = 0
         """Groups submitted and not yet taken."""
         self.taken: list[tuple[Group, float]] = []
@@ -113,7 +114,7 @@ class RolloutProducer:
     @property
     def stranded(self) -> bool:
         """Whether groups are in flight of which none can be finished before a server gets the weights again."""
-        return self.in_flight > 0 and not set(self.names) & set(self._fleet.present)
+        return self.in_flight > 0 and not set(self._admitted) & set(self._fleet.present)
 
     @property
     def requeued(self) -> int:
@@ -151,7 +152,7 @@ class RolloutProducer:
 
     def admit(self, version: int) -> None:
         """The mustered servers hold this version, and so may sample it."""
-        names = self.names
+        names = self._admitted = self.names
         self._command(lambda: self._fleet.admit(names, version))
 
     def lost_any(self) -> bool:

@@ -338,9 +338,11 @@ def test_without_any_server_the_wait_ends_and_a_restarted_one_finishes_the_batch
         server.send(pack(Failed("EngineDeadError", "gone")))
         assert take(producer).group_id == done.group_id
         assert producer.next_group(0) is None and producer.stranded and producer.in_flight == 1
-        producer.require_idle()
         successor = ScriptedServer(address, 0, pid=2)
-        assert sync(producer, 0) and producer.names == [successor.name] and not producer.stranded
+        assert producer.muster()
+        producer.require_idle()  # nothing is sampled yet: the weights may be sent
+        producer.admit(0)
+        assert producer.names == [successor.name] and not producer.stranded
         assert successor.next(Generate) == lost
         successor.finish(lost)
         assert take(producer).group_id == lost.group_id
