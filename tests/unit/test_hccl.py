@@ -52,7 +52,7 @@ def test_a_group_that_is_closed_frees_its_communicator_and_ends_its_thread(tmp_p
     with servers(1, PyHcclCommunicator) as rollout:
         group = WeightSender(config(tmp_path, 30), rollout, SHAPES, "npu").group
         group.close()
-        assert group._communicator.hccl.destroyed.wait(10)
+        assert group._communicator._made.hccl.destroyed.wait(10)
         group._thread.join(10)
         assert not group._thread.is_alive()
 

@@ -258,7 +258,7 @@ def test_a_users_mistake_is_not_tried_again(config_file: Path, monkeypatch) -> N
     server = "from pasync.errors import ConfigError; from pasync.processes import report_fatal\n"
     server += f"with report_fatal(Path({str(config_file.parent / 'run')!r}), 'server-0'): raise ConfigError('no such reward')"
     code, lines = restarting(config_file, monkeypatch, 3, server, FOREVER)
-    assert code == 1 and lines[-2] == "ConfigError: no such reward" and not any("started again" in line for line in lines)
+    assert code == 2 and lines[-2] == "ConfigError: no such reward" and not any("started again" in line for line in lines)
 
 
 def test_a_server_that_exits_with_an_error_shows_the_end_of_its_log(config_file: Path) -> None:
