@@ -28,7 +28,7 @@ from pasync.batch import Batch
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import Prompt
-from pasync.messages import Generate, Group, GroupDone, Hello, Response, Sampling, Stop, float_bytes, int_bytes
+from pasync.messages import Generate, Group, GroupDone, Hello, Response, Sampling, Stop, float_bytes, int_bytes, server_name
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.rollout.producer import RolloutProducer
 from pasync.stream import stream_micro_batches
@@ -46,7 +46,7 @@ async def answer(address: str) -> None:
         Response(int_bytes(rng.integers(0, 50_000, TOKENS)), float_bytes(-rng.random(TOKENS)), "x" * 2000, True, float(k % 2))
         for k in range(RESPONSES)
     ]
-    channel = TrainerChannel(address, "server-0")
+    channel = TrainerChannel(address, server_name(0, os.getpid()))
     await channel.send(Hello(server=0, pid=os.getpid(), credits=8 * RESPONSES))
     while not isinstance(message := await channel.receive(), Stop):
         assert isinstance(message, Generate)
@@ -58,6 +58,7 @@ async def answer(address: str) -> None:
 
 def iterate(producer: RolloutProducer, prompts: list[Prompt], version: int, config: Config, ranks: Ranks) -> int:
     """One iteration; returns the groups that came out of the stream."""
+    producer.admit(version)
     producer.submit(prompts, version, Sampling(RESPONSES, 1.0, TOKENS))
     batch = Batch(producer, version, iter(()), refills=False)
     return sum(len(groups) for groups in stream_micro_batches(batch, config, ranks))
@@ -131,6 +132,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, join_ranks("cpu", deadline_s=60) as ranks:
             config = configuration(Path(folder))
             with contextlib.redirect_stdout(sys.stderr), RolloutProducer(config, address) as producer:
+                producer.muster()
                 line = measure(config, producer, ranks, options.iterations)
         server.wait(10)
         print(json.dumps(line))

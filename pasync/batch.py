@@ -28,6 +28,9 @@ class GroupSource(Protocol):
     in_flight: int
     taken: list[tuple[Group, float]]
 
+    @property
+    def stranded(self) -> bool: ...
+
     def extend(self, prompts: list[Prompt]) -> None: ...
     def next_group(self, version: int, *, wait: bool = True) -> Group | None: ...
 
@@ -60,12 +63,17 @@ class Batch:
         """Whether there may be more to take."""
         return bool(self._held) or (not self._complete and self._source.in_flight > 0)
 
+    @property
+    def stranded(self) -> bool:
+        """Whether nothing more comes until a server gets the weights again, because all that held them are lost."""
+        return not self._held and not self._complete and self._source.stranded
+
     def hold(self) -> None:
-        """Wait until all groups are there and keep them; the source is free for the next batch then."""
+        """Wait until all groups are there, or no more come (`stranded`), and keep them; a complete batch frees the source for the next."""
         if not self._complete:
             while (group := self._next(wait=True)) is not None:
                 self._held.append(group)
-            self.taken, self._complete = self._source.taken, True
+            self.taken, self._complete = self._source.taken, not self._source.stranded
 
     def take(self, *, wait: bool) -> Group | None:
         """The next group to train on, in the order of arrival; None if there is none any more, or with `wait=False` none yet."""

@@ -313,6 +313,8 @@ def ask(run: Path) -> None:
     prompt = _first_prompt(config)
     with RolloutProducer(config, Placement.load(run / "placement.json").address) as producer:
         ready = time.monotonic()
+        producer.muster()
+        producer.admit(ON_DISK)
         producer.submit([prompt], ON_DISK, Sampling(1, config.rollout.temperature, min(ANSWER_TOKENS, config.rollout.max_tokens)))
         group = producer.next_group(ON_DISK)
     assert group is not None

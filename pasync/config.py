@@ -94,6 +94,9 @@ class RolloutConfig(Section):
     """A server says that it lives this often."""
     silence_s: float = Field(30.0, gt=0)
     """A server not heard of for so long is given up."""
+    max_restarts: int = Field(3, ge=0)
+    """How often each server is started again after it died or was given up. Its groups go to the others, and it takes part again from the
+    next iteration on. 0: the first death ends the run; on several nodes (`device.nodes`) it must be 0."""
     start_s: float = Field(300.0, gt=0)
     """Longest wait for all servers to be ready, and of a ready one for the trainer."""
     deadline_s: float = Field(600.0, gt=0)

@@ -29,6 +29,10 @@ def conflicts(config: Config) -> list[str]:
         found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
     if c.device.nodes > 1 and c.run.max_restarts:
         found.append(f"run.max_restarts={c.run.max_restarts}: of several nodes (device.nodes) none starts again alone, set 0")
+    if c.device.nodes > 1 and c.rollout.max_restarts:
+        found.append(
+            f"rollout.max_restarts={c.rollout.max_restarts}: the trainer cannot have a server of another node ended (device.nodes), set 0"
+        )
     if c.algorithm.tri_model == "always" and c.schedule == "one_step_off":
         found.append("algorithm.tri_model=always: the old policy of one_step_off is the servers', set tri_model=needed")
     for key, value in (("device.count", c.device.count), ("run.dir", c.run.dir)):

@@ -181,8 +181,8 @@ def run_commands(config: Config, placement: Placement, run: Path) -> list[Comman
     """What this node starts: one server process each, and torchrun for all ranks; on cpu bound to their cores."""
     on_cpu, commands, node = placement.kind == "cpu", [], placement.node
     for i in placement.servers_on(node):
-        argv = [sys.executable, "-m", "pasync.serve", str(run), str(i)]
-        commands.append(Command(f"server-{i}", argv, _server_environment(config, placement, i), placement.servers[i] if on_cpu else []))
+        argv, cores = [sys.executable, "-m", "pasync.serve", str(run), str(i)], placement.servers[i] if on_cpu else []
+        commands.append(Command(f"server-{i}", argv, _server_environment(config, placement, i), cores, config.rollout.max_restarts))
     ranks = [placement.ranks[i] for i in placement.ranks_on(node)]
     if not ranks:
         return commands

@@ -1,6 +1,7 @@
 """What rank 0 does besides training: weights to the servers, prompts, evaluation, the log.
 
     begin(t):  weights t --> servers --> probe --> [evaluate] --> submit the batch, return at once
+    resume(t): the same weights again, to servers that came back after all were lost
     finish(t): one line of metrics, [the groups of the iteration on disk]
     end():     weights of the last step --> [evaluate] --> exported model
 """
@@ -19,6 +20,7 @@ from pasync import checkpoint
 from pasync.batch import Batch, require_reward
 from pasync.config import Config
 from pasync.data.prompts import PromptStream
+from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Sampling
 from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
@@ -35,6 +37,56 @@ PROBE_TOKENS = 64
 log = logging.getLogger(__name__)
 
 
+class Publisher:
+    """Gives weights to the servers that are there. Runs on rank 0's main thread, inside `Ranks.on_first` with the trainer's calls.
+
+    Args:
+        probe_ids: tokens of the sequence that servers and trainer must agree on.
+    """
+
+    def __init__(self, config: Config, servers: RolloutProducer, trainer: Trainer, placement: Placement, probe_ids: list[int]) -> None:
+        self.config, self.servers, self.trainer, self.placement, self.probe_ids = config, servers, trainer, placement, probe_ids
+        self._sender: WeightSender | None = None
+
+    def publish(self, t: int) -> float | None:
+        """Give version t to every server that is there, check what they hold, and let them sample with it.
+
+        Makes a new transfer group if the servers are others than the last time. If one is lost meanwhile, all of it again with those
+        that are left.
+
+        Returns:
+            Largest mean log-prob difference of the probe, if one was due.
+
+        Raises:
+            RolloutError: no server is left, or one gave no answer that can be used.
+            WeightSyncError: a server does not hold what was sent.
+        """
+        while True:
+            with preemption.ends_wait():
+                changed = self.servers.muster()
+            try:
+                gap = self._try(t, changed)
+            except (RolloutError, WeightSyncError) as error:
+                if not self.servers.lost_any():
+                    raise
+                log.warning("sync %d again without the servers that were lost: %s", t, error)
+                continue
+            self.servers.admit(t)
+            return gap
+
+    def _try(self, t: int, changed: bool) -> float | None:
+        if changed or self._sender is None:
+            log.info("weights go to %s", ", ".join(self.servers.names))
+            if self._sender:
+                self._sender.close()
+            kind, host = self.placement.kind, self.placement.host
+            self._sender = WeightSender(self.config, self.servers, self.trainer.models.shapes, kind, host)
+        self._sender.publish(self.trainer.models.weights(), t)
+        if not self._sender.due(t):
+            return None
+        return self._sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
+
+
 class Leader:
     """Runs on rank 0's main thread; an exception of any method is raised on all ranks by `Ranks.on_first`.
 
@@ -46,7 +98,7 @@ class Leader:
         self, config: Config, run: Path, placement: Placement, trainer: Trainer, prompts: PromptStream, first: int, trace: Trace
     ) -> None:
         self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
-        self.placement, self.first = placement, first
+        self.first = first
         self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
@@ -54,18 +106,16 @@ class Leader:
         )
         self.batch: Batch
         self.next_batch: Batch  # only in one_step_off
-        self.sender: WeightSender | None = None
         self.sampling = Sampling(config.algorithm.group_responses, config.rollout.temperature, config.rollout.max_tokens)
         ids = list(prompts.batch(0)[0].ids)
-        self.probe_ids = (ids * PROBE_TOKENS)[: max(2, min(PROBE_TOKENS, config.max_model_tokens))]
+        ids = (ids * PROBE_TOKENS)[: max(2, min(PROBE_TOKENS, config.max_model_tokens))]
+        source = self.source
+        self.publisher = Publisher(config, source, trainer, placement, ids) if isinstance(source, RolloutProducer) else None
 
     def start(self, stack: ExitStack) -> None:
-        """Wait for the servers and join them for weight transfer."""
+        """Wait for the servers."""
         with preemption.ends_wait():
             stack.enter_context(self.source)
-        if isinstance(self.source, RolloutProducer):
-            shapes, placement = self.trainer.models.shapes, self.placement
-            self.sender = WeightSender(self.config, self.source, shapes, placement.kind, placement.host)
 
     @property
     def history(self) -> bytes:
@@ -87,7 +137,7 @@ class Leader:
         ahead = self.config.schedule == "one_step_off"
         if ahead and t > self.first:
             self.batch = self.next_batch
-            self.batch.hold()
+            self._hold()
         self._publish(t)
         if self.config.eval.every and t % self.config.eval.every == 0:
             self._evaluate(t)
@@ -96,8 +146,13 @@ class Leader:
         if not ahead or t == self.first:
             self.batch = self._submit(t, version=t)
         if ahead and t + 1 < self.config.iterations:
-            self.batch.hold()
+            self._hold()
             self.next_batch = self._submit(t + 1, version=t)
+
+    def resume(self, t: int) -> None:
+        """All servers were lost: wait for one and give it the weights of this iteration, so that it does the groups that are missing."""
+        log.info("iteration %d: %d groups wait for a server", t, self.source.in_flight)
+        self._publish(t)
 
     def finish(self, t: int, metrics: dict[str, float]) -> None:
         """Write the iteration's line, and its groups if they are recorded."""
@@ -117,10 +172,9 @@ class Leader:
                 waits_s=self.batch.waits_s,
             )
         )
-        if isinstance(self.source, RolloutProducer):
-            self.log.add({"wire/dropped_frames": self.source.dropped_frames})
-        if self.sender:  # replayed groups carry the times of another run
+        if isinstance(self.source, RolloutProducer):  # replayed groups carry the times of another run
             self.log.add({"time/server_idle_frac": idle_share(groups, self.config.rollout.servers, self.log.value("time/step_s"))})
+            self.log.add({"rollout/requeued_groups": self.source.requeued, "wire/dropped_frames": self.source.dropped_frames})
             for group, at in arrived:
                 self.trace.group(t, group, at)
         self.log.write(t)
@@ -144,14 +198,17 @@ class Leader:
         refills = self.config.algorithm.filter_zero_variance == "refill"
         return Batch(self.source, version, refill, refills=refills, on_error=self.config.rewards.on_error)
 
+    def _hold(self) -> None:
+        self.batch.hold()
+        if self.batch.stranded:
+            raise RolloutError("all servers were lost, and the weights that sampled this batch are gone (schedule=one_step_off)")
+
     def _publish(self, t: int) -> None:
         log.info("iteration %d: sync", t)
         with self.log.timed("time/sync_s"), self.trace.span("sync", t):
-            if self.sender:
-                self.sender.publish(self.trainer.models.weights(), t)
-                if self.sender.due(t):
-                    gap = self.sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
-                    self.log.add({"policy/probe_gap": gap})
+            gap = self.publisher.publish(t) if self.publisher else None
+            if gap is not None:
+                self.log.add({"policy/probe_gap": gap})
 
     def _evaluate(self, t: int) -> None:
         evaluation = self.config.eval
@@ -163,7 +220,9 @@ class Leader:
             while self.source.in_flight:
                 with preemption.ends_wait():
                     group = self.source.next_group(t)
-                assert group is not None
+                if group is None:
+                    self.resume(t)
+                    continue
                 if self.config.rewards.on_error == "raise":
                     require_reward(group)
                 rewards += group.rewards

@@ -1,7 +1,7 @@
 """What travels between the trainer and the servers, and how it is written on the wire.
 
-    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Stop -->  server (DEALER)
-                      <-- Hello, Joined, Freed, GroupDone, Synced, Probed, Heartbeat, Failed --
+    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Ping, Stop -->  server (DEALER)
+                      <-- Hello, Joined, Freed, GroupDone, Synced, Unsynced, Probed, Heartbeat, Failed --
 
 A frame is WIRE_VERSION, a checksum, the sender's stamp, and one msgpack map with a "type" tag. `FrameReader` lets a frame pass that has
 this version, a size within the limit, the right checksum, the schema (msgspec), arrays that fit together, and a stamp above all of its
@@ -157,8 +157,12 @@ class Probe(Message, frozen=True, tag="probe"):
     """int32 [P]."""
 
 
+class Ping(Message, frozen=True, tag="ping"):
+    """Trainer: nothing to do; sending it shows whether the connection is still there."""
+
+
 class Stop(Message, frozen=True, tag="stop"):
-    """Trainer: the run is over, exit with code 0."""
+    """Trainer: the run is over, or goes on without this server; exit with code 0."""
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -196,6 +200,12 @@ class Synced(Message, frozen=True, tag="synced"):
     """`checksum` of all weights held (absent if not asked for, or if the weights are sharded)."""
 
 
+class Unsynced(Message, frozen=True, tag="unsynced"):
+    """Server, where Joined or Synced is due: the transfer failed. It holds no version until the next one."""
+
+    message: str
+
+
 class Probed(Message, frozen=True, tag="probed"):
     """Server: log-probs of the probe sequence."""
 
@@ -218,8 +228,8 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
 
 
-ToServer = Join | Generate | Sync | Probe | Stop
-ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Probed | Heartbeat | Failed
+ToServer = Join | Generate | Sync | Probe | Ping | Stop
+ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Unsynced | Probed | Heartbeat | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 _stamps = itertools.count(time.time_ns())  # so a process that takes another's place begins above the other's last
@@ -286,6 +296,11 @@ class FrameReader:
             return _consistent(self._decoder.decode(body)), stamp
         except (msgspec.MsgspecError, struct.error, RecursionError) as error:  # msgspec recurses where it skips what it does not know
             raise BadMessage(str(error)) from error
+
+
+def server_name(index: int, pid: int) -> str:
+    """Identity of a server's socket: that of one process, so that what a dead one has said is never taken for its successor's."""
+    return f"server-{index} (pid {pid})"
 
 
 def int_bytes(ids: object) -> bytes:

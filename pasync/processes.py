@@ -54,11 +54,15 @@ def report_fatal(run_dir: Path, name: str) -> Iterator[None]:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             raise
         traceback.print_exc()
-        root = named_error(error)
-        report = {"process": name, "error": type(root).__name__, "message": str(root), "time": time.time()}
-        report["traceback"] = "".join(traceback.format_exception(error)[:-1])  # without the error itself
-        _write_whole(run_dir / "logs" / f"{name}.error.json", json.dumps(report))
+        trace = "".join(traceback.format_exception(error)[:-1])  # without the error itself
+        _write_report(run_dir, name, os.getpid(), named_error(error), trace)
         sys.exit(1)
+
+
+def report_lost(name: str, pid: int, error: BaseException) -> None:
+    """Write down, in place of a process that cannot, why it was given up: the launcher ends it. Does nothing outside a launched run."""
+    if run := os.environ.get(RUN_ID):
+        _write_report(Path(run), name, pid, error, "")
 
 
 def report_stop(run_dir: Path, iteration: int) -> None:
@@ -72,30 +76,36 @@ def stop_report(run_dir: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def all_in_run(run_id: str) -> list[psutil.Process]:
-    """Every live process that carries the run's marker, except the calling one."""
+def all_in_run(run_id: str, session: int | None = None) -> list[psutil.Process]:
+    """Every live process that carries the run's marker (of one session, if it is given), except the calling one."""
     found = []
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # gone meanwhile, a zombie, or another user's
-            if process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id:
+        with suppress(psutil.Error, ProcessLookupError):  # gone meanwhile, a zombie, or another user's
+            mine = process.pid != os.getpid() and process.environ().get(RUN_ID) == run_id
+            if mine and (session is None or os.getsid(process.pid) == session):
                 found.append(process)
     return found
 
 
-def kill_run(run_id: str, timeout_s: float = 10.0) -> int:
-    """Kill every process of the run until none is left; returns how many there were.
+def kill_run(run_id: str, timeout_s: float = 10.0, session: int | None = None) -> int:
+    """Kill every process of the run (of one session, if it is given) until none is left; returns how many there were.
 
     Scans again after each round, because a process may have started another one while it was being killed.
     A process that the kernel cannot end within `timeout_s` is left to it.
     """
     deadline, killed = time.monotonic() + timeout_s, set()
-    while (processes := all_in_run(run_id)) and time.monotonic() < deadline:
+    while (processes := all_in_run(run_id, session)) and time.monotonic() < deadline:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         killed |= {process.pid for process in processes}
         psutil.wait_procs(processes, timeout=0.5)
     return len(killed)
+
+
+def _write_report(run_dir: Path, name: str, pid: int, error: BaseException, trace: str) -> None:
+    report = {"process": name, "pid": pid, "error": type(error).__name__, "message": str(error), "time": time.time(), "traceback": trace}
+    _write_whole(run_dir / "logs" / f"{name}.error.json", json.dumps(report))
 
 
 def _write_whole(target: Path, text: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
 from pasync.config import Config
 from pasync.configfile import load
+from pasync.messages import server_name
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
 
@@ -26,7 +28,7 @@ async def serve(config: Config, placement: Placement, index: int) -> None:
     model = Path(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(model)
     stops = stop_token_ids(model, tokenizer, config.rollout.stop_token_prefixes)
-    channel = TrainerChannel(placement.address, f"server-{index}", Keys.load(placement.keys))
+    channel = TrainerChannel(placement.address, server_name(index, os.getpid()), Keys.load(placement.keys))
     with RewardPool(config.rewards) as rewards:
         engine = Engine(config, model, index, stops)
         try:

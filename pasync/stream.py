@@ -32,7 +32,7 @@ _decoder = msgspec.msgpack.Decoder(Round)
 
 
 def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> Iterator[list[Group]]:
-    """Yield this rank's micro-batches until the iteration's whole batch was given out.
+    """Yield this rank's micro-batches until the iteration's whole batch was given out, or all servers are lost (`Batch.stranded`).
 
     Runs on every rank of the first pipeline stage. Rank 0 waits for the batch's groups, the others for rank 0. Shards of a replica get
     the same groups.
@@ -61,7 +61,7 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
         shares, held[:] = share(held, given, config.parallel.micro_batch_tokens, cost)
         for rank, part in enumerate(shares):
             given[rank] += sum(map(cost, part))
-        return msgspec.msgpack.encode(Round(shares, bool(held) or batch.left))
+        return msgspec.msgpack.encode(Round(shares, bool(held) or (batch.left and not batch.stranded)))
 
     more = True
     while more:

@@ -8,6 +8,7 @@ The launcher wakes for a signal, and ten times a second for new log lines and en
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -16,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -51,6 +52,8 @@ class Command:
     """On top of the launcher's own environment."""
     cores: list[int] = field(default_factory=list)
     """Cores it is bound to; empty: any."""
+    restarts: int = 0
+    """How often it is started again after it failed."""
 
 
 class RunFailed(Exception):
@@ -70,10 +73,14 @@ class Stopped(Exception):
 
 
 class Child:
-    """A started process, its log, and when its end was seen."""
+    """A started process, its log, and when its end was seen.
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], tail: Tail | None) -> None:
-        self.name, self.process, self.tail = name, process, tail
+    Args:
+        command: that starts it again; None if it is not to be.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], tail: Tail | None, command: Command | None = None) -> None:
+        self.name, self.process, self.tail, self.command = name, process, tail, command
         self.exit: Exit | None = None
 
     def poll(self) -> Exit | None:
@@ -128,7 +135,7 @@ class Supervisor:
                 command.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
                 start_new_session=True, preexec_fn=pin,  # no threads here, so preexec_fn is safe
             )  # fmt: skip
-        self.children.append(Child(command.name, process, tail))
+        self.children.append(Child(command.name, process, tail, command if command.restarts else None))
         return self.children[-1]
 
     def wait_for(self, main: Child, grace_s: float = 0.0) -> None:
@@ -150,7 +157,7 @@ class Supervisor:
                 if stopped.number != signal.SIGTERM or not self._let_save(main, grace_s):
                     raise
                 continue
-            if self._failed():
+            if self._failed() and not self._revive():
                 raise RunFailed(self._cause(main))
         self._forward_logs()
         self.children.remove(main)
@@ -204,8 +211,38 @@ class Supervisor:
 
     def _failed(self) -> bool:
         """Whether a process ended badly or too early. A server may end well a little before the ranks do."""
-        ended_badly = any(e.code != 0 or time.time() - e.time > CLEAN_EXIT_S for e in self._exits())
-        return ended_badly or any(self.logs.glob("*.error.json"))
+        return any(map(_is_failure, self._exits())) or bool(self._reports())
+
+    def _revive(self) -> bool:
+        """Start again whatever failed and may be; all that is left of it ends first. A user's mistake would only be met again.
+
+        Returns:
+            Whether there was any.
+        """
+        reports, revived = self._reports(), []
+        for child in list(self.children):
+            report, exit = reports.get(child.name, {}), child.poll()
+            if child.command and (report or (exit and _is_failure(exit))) and report.get("error") != ConfigError.__name__:
+                child.process.kill()
+                kill_run(self.run_id, session=child.process.pid)
+                (self.logs / f"{child.name}.error.json").unlink(missing_ok=True)
+                self._forward_logs()
+                self.children.remove(child)
+                left, code = child.command.restarts - 1, child.process.wait()
+                self.screen.say(f"{child.name} is started again, {left} restarts are left: {report.get('message') or f'exit code {code}'}")
+                revived.append(self.start(replace(child.command, restarts=left)))
+        return bool(revived)
+
+    def _reports(self) -> dict[str, dict[str, Any]]:
+        """Error reports by process; those on a server that is gone already, or that others have started, are removed."""
+        found, pids = {}, {child.name: child.process.pid for child in self.children}
+        for path in self.logs.glob("*.error.json"):
+            report = json.loads(path.read_text())
+            if report["process"].startswith("server-") and pids.get(report["process"]) != report["pid"]:
+                path.unlink()
+            else:
+                found[report["process"]] = report
+        return found
 
     def _exits(self) -> list[Exit]:
         return [e for child in (*self.children, self._guard) if (e := child.poll())]
@@ -238,6 +275,10 @@ class Supervisor:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
+
+
+def _is_failure(exit: Exit) -> bool:
+    return exit.code != 0 or time.time() - exit.time > CLEAN_EXIT_S
 
 
 def _base_environment() -> dict[str, str]:

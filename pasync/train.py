@@ -79,17 +79,27 @@ def iterate(t: int, config: Config, leader: Leader | None, trainer: Trainer, tra
     """One iteration: sync, generate and train side by side, step. Runs on every rank."""
     ranks, metrics = trainer.ranks, dict[str, float]()
     lead(trainer, leader, Leader.begin, t)
-    rounds = stream_micro_batches(leader.batch if leader else None, config, ranks) if ranks.mesh.pipeline.is_first else None
+    train_on_batch(t, config, leader, trainer, trace)
+    while ranks.from_first(lambda: b"more" if leader and leader.batch.left else b""):  # all servers were lost
+        lead(trainer, leader, Leader.resume, t)
+        train_on_batch(t, config, leader, trainer, trace)
     if config.trains:
-        trainer.forward_backward(traced(rounds, t, trace) if rounds else None)
         with trace.span("optimizer", t):
             log.info("iteration %d: optimizer step", t)
             metrics = trainer.optimizer_step(t)
-    elif rounds:
-        deque(rounds, maxlen=0)
     lead(trainer, leader, Leader.finish, t, metrics)
     if config.trains:
         require_in_bounds(config, t, metrics)
+
+
+def train_on_batch(t: int, config: Config, leader: Leader | None, trainer: Trainer, trace: Trace) -> None:
+    """Forward and backward on groups as they come, until there are none left or no server is. Runs on every rank."""
+    ranks = trainer.ranks
+    rounds = stream_micro_batches(leader.batch if leader else None, config, ranks) if ranks.mesh.pipeline.is_first else None
+    if config.trains:
+        trainer.forward_backward(traced(rounds, t, trace) if rounds else None)
+    elif rounds:
+        deque(rounds, maxlen=0)
 
 
 def traced(rounds: Iterator[list[Group]], t: int, trace: Trace) -> Iterator[list[Group]]:

@@ -45,7 +45,7 @@ METRICS = {
     "response/truncated_frac": "share cut at max_tokens",
     "tokens/prompt": "prompt tokens of the batch, counted once per response",
     "tokens/response": "response tokens of the batch",
-    "wire/dropped_frames": "frames that broke the protocol, came twice or too late, on both ends, since the processes started",
+    "wire/dropped_frames": "frames that broke the protocol, or came twice, too late or from a server given up, on both ends so far",
     "eval/accuracy_frac": "mean reward on the held-out prompts, of the weights named by policy/version",
     "eval/problems": "held-out prompts",
     "time/step_s": "sync, generation, training and optimizer step of this iteration, without evaluation",
@@ -61,6 +61,7 @@ METRICS = {
     "time/rank_idle_frac": "share of the step in which a rank did not compute, mean over ranks",
     "time/server_idle_frac": "share of the step in which a server had no group, mean over servers",
     "time/eval_s": "evaluation before this iteration",
+    "rollout/requeued_groups": "groups so far that a lost server left to others",
     "throughput/tpspd": "(prompt + response tokens) / (step seconds x devices)",
     "throughput/response_tpspd": "response tokens / (step seconds x devices)",
 }

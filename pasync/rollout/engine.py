@@ -48,14 +48,24 @@ class WorkerExtension:
         kind = devices.detect()
         devices.require_loadable_weights(kind)
         dtype = next(worker.model_runner.get_model().parameters()).dtype
+        self.pasync_leave()
         self._pasync = WeightReceiver(kind, json.loads(join), worker.rank, worker.device, dtype)
+
+    def pasync_leave(self) -> None:
+        """Leave the group of the last join, if there was one."""
+        if receiver := self.__dict__.pop("_pasync", None):
+            receiver.group.close()
 
     def pasync_receive(self, with_sum: bool) -> int | None:
         """Load one version; with `with_sum`, answer the checksum of all weights now held."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        with torch.no_grad():
-            model.load_weights(self._pasync.receive())
-            return checksum(p.to(self._pasync.dtype) for p in model.parameters()) if with_sum else None
+        try:
+            with torch.no_grad():
+                model.load_weights(self._pasync.receive())
+                return checksum(p.to(self._pasync.dtype) for p in model.parameters()) if with_sum else None
+        except Exception:
+            self.pasync_leave()  # or others might wait for this worker
+            raise
 
 
 class Engine:
@@ -105,6 +115,11 @@ class Engine:
             raise WeightSyncError("the prefix cache could not be reset: requests were in flight during the sync")
         await self._llm.resume_generation()
         return answers[0]
+
+    def require_alive(self) -> None:
+        """Raise vLLM's error if its processes are gone."""
+        if self._llm.errored:
+            raise self._llm.dead_error
 
     def shutdown(self) -> None:
         """End the engine's processes."""

@@ -5,8 +5,10 @@
       next_group()   <--queue-----   check, drop late ones         <-------   GroupDone
 
 The whole batch is submitted at once and `submit` returns at once; groups come back in the order in which they finish. Servers
-pull: what one gets when depends on its free slots (see admission.py). A failure of any server is raised by every later call, with
-its cause.
+pull: what one gets when depends on its free slots (see admission.py). They may come and go (see fleet.py); what nobody can go on
+after is raised by every later call, with its cause.
+
+    muster: who is there  -->  weights of version t to them, checked  -->  admit(t): these get groups of version t
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -24,51 +26,14 @@ import msgspec
 
 from pasync.config import Config
 from pasync.data.prompts import Prompt
-from pasync.errors import PasyncError, RolloutError, error_named
-from pasync.messages import (
-    Failed,
-    Freed,
-    Generate,
-    Group,
-    GroupDone,
-    Heartbeat,
-    Hello,
-    Message,
-    Sampling,
-    Stop,
-    ToTrainer,
-    int_bytes,
-)
+from pasync.errors import PasyncError, RolloutError
+from pasync.messages import Generate, Group, Hello, Message, Sampling, ToTrainer, Unsynced, int_bytes
 from pasync.observe.console import progress
-from pasync.rollout.admission import Lengths, Load, choose, order
+from pasync.rollout.admission import Lengths
+from pasync.rollout.fleet import WAKE, Fleet, Task
 from pasync.transport.channel import Keys, ServerChannel
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Server:
-    """What the producer thread knows of one server."""
-
-    slots: int
-    """Responses it samples at once."""
-    free: int
-    """Those it could start now; negative if some wait for a slot."""
-    last_heard: float
-    working_on: dict[tuple[int, int], float] = field(default_factory=dict)
-    """(version, group id) of the groups it was given and has not answered, with their expected tokens."""
-
-    @property
-    def load(self) -> Load:
-        return Load(self.slots, self.free, len(self.working_on), sum(self.working_on.values()))
-
-
-@dataclass(frozen=True)
-class Task:
-    """A group to be sampled."""
-
-    message: Generate
-    expected_tokens: float
 
 
 class RolloutProducer:
@@ -81,7 +46,9 @@ class RolloutProducer:
 
     def __init__(self, config: Config, address: str, keys: Keys | None = None) -> None:
         self.config = config
-        self.names = [f"server-{i}" for i in range(config.rollout.servers)]
+        self.names: list[str] = []
+        """Servers that take part in the sync, since the last `muster`."""
+        self._admitted: list[str] = []  # those of the sync before, until it has succeeded
         self.in_flight = 0
         """Groups submitted and not yet taken."""
         self.taken: list[tuple[Group, float]] = []
@@ -94,15 +61,12 @@ class RolloutProducer:
         self._prompts: list[Prompt] = []  # of the batch submitted last, by group id
         self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
-        self._dropped = dict.fromkeys(self.names, 0)  # frames, by each server as it last said
-        self._servers: dict[str, Server] = {}  # from here on: the producer thread only
-        self._pending: list[Task] = []
+        self._fleet = Fleet(config, self._channel, self._groups, self._replies)  # its methods: the producer thread only
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
 
     def __enter__(self) -> RolloutProducer:
         self._thread.start()
-        progress("servers ready", 0, len(self.names))
         try:
             self._await_servers()
         except BaseException:
@@ -127,10 +91,10 @@ class RolloutProducer:
         tasks = [self._task(i, p) for i, p in enumerate(prompts, len(self._prompts))]
         self._prompts += prompts
         self.in_flight += len(tasks)
-        self._command(lambda: self._enqueue(tasks))
+        self._command(lambda: self._fleet.enqueue(tasks))
 
     def next_group(self, version: int, *, wait: bool = True) -> Group | None:
-        """The next finished group, in completion order.
+        """The next finished group, in completion order; None if the servers are all lost (`stranded`).
 
         Waits for a server, at most `rollout.deadline_s`; with `wait=False` returns None if none is ready.
 
@@ -149,35 +113,78 @@ class RolloutProducer:
         return group
 
     @property
+    def stranded(self) -> bool:
+        """Whether groups are in flight of which none can be finished before a server gets the weights again."""
+        return self.in_flight > 0 and not set(self._admitted) & set(self._fleet.present)
+
+    @property
+    def requeued(self) -> int:
+        """Groups taken back from lost servers so far."""
+        return self._fleet.requeued
+
+    @property
     def dropped_frames(self) -> int:
         """Frames dropped so far, here and by the servers."""
-        return self._channel.reader.dropped + sum(self._dropped.values())
+        return self._channel.reader.dropped + self._fleet.dropped_by_servers
 
     def require_idle(self) -> None:
-        """Raise RolloutError if any group is in flight: weights must not change under it."""
-        if self.in_flight:
+        """Raise RolloutError if a server may be sampling a group: weights must not change under it."""
+        if self.in_flight and not self.stranded:
             raise RolloutError(f"{self.in_flight} groups are still in flight, weights cannot change now")
+
+    def muster(self) -> bool:
+        """Take the servers that are there as those of the next sync; a new one gets no group before `admit`.
+
+        Waits for one, at most `rollout.deadline_s`.
+
+        Returns:
+            Whether they are others than those of the last call.
+
+        Raises:
+            RolloutError: there is none.
+        """
+        limit = self.config.rollout.deadline_s
+        end = time.monotonic() + limit
+        while not (present := list(self._fleet.present)):
+            if self._next(self._replies, end - time.monotonic()) is None:
+                raise RolloutError(f"no server is left and none came back within rollout.deadline_s={limit}")
+        changed, self.names = present != self.names, present
+        return changed
+
+    def admit(self, version: int) -> None:
+        """The mustered servers hold this version, and so may sample it."""
+        names = self._admitted = self.names
+        self._command(lambda: self._fleet.admit(names, version))
+
+    def lost_any(self) -> bool:
+        """Whether a server is gone since it was mustered."""
+        return not set(self.names) <= set(self._fleet.present)
 
     def tell(self, server: str, message: Message) -> None:
         """Send a message to one server."""
-        self._command(lambda: self._channel.send(server, message))  # type: ignore[arg-type]
+        self._command(lambda: (self._fleet.send(server, message), None)[1])
 
     def replies(self, kind: type[Any], *, deadline_s: float) -> dict[str, Any]:
-        """One answer of the given type from every server.
+        """One answer of the given type from every mustered server; one that gives none in time is given up.
 
         Raises:
-            RolloutError: not all answered in time (names those missing), one answered something else, or one failed.
+            RolloutError: a server is lost or answered something else; only after all others have answered.
         """
         answers: dict[str, Any] = {}
+        wrong: dict[str, str] = {}
         end = time.monotonic() + deadline_s
-        while missing := [n for n in self.names if n not in answers]:
-            item = self._next(self._replies, end - time.monotonic())
-            if item is None:
-                raise RolloutError(f"no {kind.__name__} from {', '.join(missing)} within {deadline_s} s")
-            server, message = item
-            if not isinstance(message, kind):
-                raise RolloutError(f"{server} answered {type(message).__name__} where {kind.__name__} was due")
-            answers[server] = message
+        while missing := [n for n in self.names if n not in answers and n not in wrong]:
+            server, message = self._next(self._replies, end - time.monotonic()) or ("", None)
+            if not server:
+                self._command(partial(self._give_up, missing, kind.__name__, deadline_s))
+                end += deadline_s  # for the word that they are lost
+            elif isinstance(message, kind):
+                answers[server] = message
+            elif server in self.names and not isinstance(message, Hello):
+                other = f"{server} answered {type(message).__name__} where {kind.__name__} was due"
+                wrong[server] = message.message if isinstance(message, Unsynced) else other
+        if wrong:
+            raise RolloutError("; ".join(wrong.values()))
         return answers
 
     def failure(self, *, wait_s: float) -> Exception | None:
@@ -192,35 +199,36 @@ class RolloutProducer:
         return Task(message, self.lengths.expect(prompt, sampling.max_tokens))
 
     def _await_servers(self) -> None:
-        end = time.monotonic() + self.config.rollout.start_s
-        ready: set[str] = set()
-        while len(ready) < len(self.names):
+        limit, count = self.config.rollout.start_s, self.config.rollout.servers
+        end, missing = time.monotonic() + limit, set(range(count))
+        while missing:
+            progress("servers ready", count - len(missing), count)
             item = self._next(self._replies, end - time.monotonic())
             if item is None:
-                missing = ", ".join(n for n in self.names if n not in ready)
-                raise RolloutError(f"{missing} not ready within rollout.start_s={self.config.rollout.start_s}")
-            ready.add(item[0])
-            progress("servers ready", len(ready), len(self.names))
+                raise RolloutError(f"{', '.join(f'server-{i}' for i in sorted(missing))} not ready within rollout.start_s={limit}")
+            if isinstance(item[1], Hello):
+                missing.discard(item[1].server)
+        progress("servers ready", count, count)
 
-    def _await_group(self) -> tuple[Group, float]:
+    def _await_group(self) -> tuple[Group, float] | None:
         limit = self.config.rollout.deadline_s
-        item = self._next(self._groups, limit)
-        if item is None:
+        item = self._next(self._groups, limit, until=lambda: self.stranded)
+        if item is None and not self.stranded:
             raise RolloutError(f"no group finished within rollout.deadline_s={limit}, {self.in_flight} missing")
-        return item
+        return item  # type: ignore[no-any-return]
 
-    def _next(self, source: queue.SimpleQueue[Any], timeout_s: float) -> Any:
-        """Next item, or None after the timeout; raises the producer thread's failure, which also ends the wait."""
+    def _next(self, source: queue.SimpleQueue[Any], timeout_s: float, until: Callable[[], bool] = lambda: False) -> Any:
+        """Next item, or None after the timeout or once `until` holds; raises the producer thread's failure, which also ends the wait."""
         end = time.monotonic() + timeout_s
         while True:
             if self._failed.is_set():
                 raise self._failure
-            left = end - time.monotonic()
+            left = 0.0 if until() else end - time.monotonic()
             try:
-                item = source.get(timeout=max(left, 0.0)) if left > 0 else source.get_nowait()
+                item = source.get(timeout=left) if left > 0 else source.get_nowait()
             except queue.Empty:
                 return None
-            if item is not _WAKE:
+            if item is not WAKE:
                 return item
 
     def _command(self, act: Callable[[], None]) -> None:
@@ -233,80 +241,22 @@ class RolloutProducer:
         try:
             while not self._stopping:
                 for server, message in self._channel.receive(self.config.rollout.heartbeat_s):
-                    self._handle(server, message)
+                    self._fleet.handle(server, message)
                 while not self._commands.empty():
                     self._commands.get()()
-                self._dispatch()
-                self._check_silence()
+                self._fleet.dispatch()
+                self._fleet.check()
         except Exception as error:
             self._failure = error if isinstance(error, PasyncError) else RolloutError(f"{type(error).__name__}: {error}")
             log.exception("the producer thread failed")
             self._failed.set()
-            self._groups.put(_WAKE)
-            self._replies.put(_WAKE)
+            self._groups.put(WAKE)
+            self._replies.put(WAKE)
 
-    def _handle(self, server: str, message: ToTrainer) -> None:
-        now = time.monotonic()
-        if isinstance(message, Hello):
-            if server not in self.names:
-                return self._channel.reader.drop(f"a Hello of {server!r}, which is no server of this run")
-            self._servers[server] = Server(slots=message.credits, free=message.credits, last_heard=now)
-            self._replies.put((server, message))
-            return
-        if server not in self._servers:
-            return self._channel.reader.drop(f"a {type(message).__name__} of {server!r}, which has not said Hello")
-        self._servers[server].last_heard = now
-        match message:
-            case GroupDone(group=group, freed=freed):
-                self._servers[server].free += freed
-                self._collect(self._servers[server], group)
-            case Freed(responses=freed):
-                self._servers[server].free += freed
-            case Failed(error=name, message=text):
-                raise error_named(name, f"{server}: {text}")
-            case Heartbeat(dropped_frames=dropped):
-                self._dropped[server] = dropped
-            case _:
-                self._replies.put((server, message))
-
-    def _collect(self, server: Server, group: Group) -> None:
-        key = (group.version, group.group_id)
-        if key not in server.working_on:
-            return self._channel.reader.drop(f"group {key}, which its server was not asked for or has given before")
-        del server.working_on[key]
-        self._groups.put((group, time.time()))
-
-    def _enqueue(self, tasks: list[Task]) -> None:
-        pending = self._pending + tasks
-        self._pending = [pending[i] for i in order(self.config.rollout.admission, [task.expected_tokens for task in pending])]
-
-    def _dispatch(self) -> None:
-        names = list(self._servers)
-        while self._pending:
-            task = self._pending[0]
-            size = task.message.sampling.num_responses
-            loads = [server.load for server in self._servers.values()]
-            chosen = choose(self.config.rollout.admission, loads, size, len(self._pending))
-            if chosen is None:
-                return
-            server = self._servers[names[chosen]]
-            server.free -= size
-            server.working_on[task.message.version, task.message.group_id] = task.expected_tokens
-            self._channel.send(names[chosen], task.message)
-            del self._pending[0]
-
-    def _check_silence(self) -> None:
-        limit = self.config.rollout.silence_s
-        for name, server in self._servers.items():
-            silent = time.monotonic() - server.last_heard
-            if silent > limit:
-                raise RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}")
+    def _give_up(self, names: list[str], due: str, deadline_s: float) -> None:
+        for name in names:
+            self._fleet.lose(name, RolloutError(f"no {due} from {name} within {deadline_s} s"))
 
     def _stop(self) -> None:
         self._stopping = True
-        for name in self._servers:
-            self._channel.send(name, Stop())
-
-
-_WAKE: Any = object()
-"""Ends a wait on a queue after a failure."""
+        self._fleet.stop()

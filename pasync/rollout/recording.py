@@ -62,6 +62,7 @@ class ReplayProducer:
         self.config, self.run = config, run
         self.in_flight = 0
         self.taken: list[tuple[Group, float]] = []
+        self.stranded = False
         self._submitted = 0  # groups with smaller numbers may be given
         self._waiting: list[tuple[float, Group]] = []  # (unix time at which it arrives, group), ascending
 

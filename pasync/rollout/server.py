@@ -29,12 +29,14 @@ from pasync.messages import (
     Hello,
     Join,
     Joined,
+    Ping,
     Probe,
     Probed,
     Response,
     Stop,
     Sync,
     Synced,
+    Unsynced,
     float_bytes,
     int_bytes,
     ints,
@@ -79,7 +81,8 @@ class RolloutServer:
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
         await self.channel.send(Hello(server=self.index, pid=os.getpid(), credits=self.config.rollout.max_num_seqs))
         while not isinstance(message := await self.channel.receive(), Stop):
-            tasks.create_task(self._answer(message))
+            if not isinstance(message, Ping):
+                tasks.create_task(self._answer(message))
 
     def _answer(self, message: Generate | Join | Sync | Probe) -> Coroutine[Any, Any, None]:
         match message:
@@ -94,6 +97,7 @@ class RolloutServer:
 
     async def _heartbeat(self) -> None:
         while True:
+            self.engine.require_alive()
             await self.channel.send(Heartbeat(self.channel.reader.dropped))
             await asyncio.sleep(self.config.rollout.heartbeat_s)
 
@@ -130,14 +134,25 @@ class RolloutServer:
             await self.channel.send(Freed(freed))
 
     async def _join(self, message: Join) -> None:
-        await self.engine.join(msgspec.to_builtins(message))
+        try:
+            await self.engine.join(msgspec.to_builtins(message))
+        except Exception as error:
+            return await self._unsynced(error)
         await self.channel.send(Joined())
 
     async def _sync(self, message: Sync) -> None:
-        began = time.monotonic()
-        total = await self.engine.receive_weights(with_sum=message.with_sum)
+        began, self.version = time.monotonic(), -1
+        try:
+            total = await self.engine.receive_weights(with_sum=message.with_sum)
+        except Exception as error:
+            return await self._unsynced(error)
         self.version = message.version
         await self.channel.send(Synced(self.version, time.monotonic() - began, total))
+
+    async def _unsynced(self, error: Exception) -> None:
+        """Another one may be to blame, so stay for the next transfer; with a dead engine the heartbeat ends this server."""
+        log.warning("the weight transfer failed: %s", error)
+        await self.channel.send(Unsynced(f"server-{self.index}: {type(error).__name__}: {error}"))
 
     async def _probe(self, message: Probe) -> None:
         logprobs = await self.engine.score(ints(message.ids).tolist(), f"probe-{message.version}")

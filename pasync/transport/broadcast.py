@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pasync.transport.communicator import communicator
+from pasync.transport.communicator import Communicator, communicator
 
 Bucket = list[tuple[str, list[int]]]
 Call = Callable[[], None]
@@ -47,10 +47,10 @@ class Work:
 
 
 class BroadcastGroup:
-    """A communicator with the sender as rank 0, made once for a run.
+    """A communicator with the sender as rank 0, made again only when the servers are others.
 
     NCCL and HCCL know no timeout that ends in an exception. So all their calls run on one daemon thread, and whoever waits for it gives
-    up at the timeout; a thread that hangs in a collective ends with the process.
+    up at the timeout; a thread that hangs in a collective ends with it, at the latest with the process.
 
     The sender makes the store first (`open_store`) and tells everyone its port; constructing the group then blocks until all are there.
     """
@@ -60,9 +60,16 @@ class BroadcastGroup:
         self._missing = "a server" if rank == 0 else "the trainer or another server"
         self._store = dist.PrefixStore("weights", store)
         self._calls: SimpleQueue[tuple[Call, Future[None]]] = SimpleQueue()
-        threading.Thread(target=self._serve, name="broadcasts", daemon=True).start()
+        self._communicator: Communicator | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="broadcasts", daemon=True)
+        self._thread.start()
         # Torch's own timeout would only come first in a race, and with NCCL it ends the process.
-        self._submit(partial(self._enter, kind, rank, world_size, timedelta(seconds=2 * timeout_s))).wait()
+        try:
+            self._submit(partial(self._enter, kind, rank, world_size, timedelta(seconds=2 * timeout_s))).wait()
+        except Exception:
+            self.close()
+            raise
 
     @staticmethod
     def open_store(host: str, port: int, world_size: int, timeout_s: float, *, is_sender: bool) -> dist.TCPStore:
@@ -80,15 +87,29 @@ class BroadcastGroup:
         ready.record()
         return self._submit(partial(self._broadcast, tensor, ready))
 
+    def close(self) -> None:
+        """Leave the group and return at once; what was started and has not begun never will.
+
+        A broadcast under way comes first. It ends when a peer's connection is closed, and by twice the timeout; with NCCL at once, with
+        HCCL maybe never. Then the thread ends, and whoever waits for this process comes out with an error, unless his own timeout came
+        before.
+        """
+        if self._communicator:
+            self._communicator.abort()
+        self._closed = True
+        self._submit(_nothing)
+
     def _submit(self, call: Call) -> Work:
         done: Future[None] = Future()
         self._calls.put((call, done))
         return Work(done, self._timeout_s, self._missing)
 
     def _serve(self) -> None:
-        """The thread: woken by `_submit`."""
-        while True:
+        """The thread: woken by `_submit`, ended by `close`, also when that came before it had entered."""
+        while not self._closed:
             _run(*self._calls.get())  # a function of its own, so that the idle thread keeps no tensor
+        if self._communicator:
+            self._communicator.close()
 
     def _enter(self, kind: str, rank: int, world_size: int, timeout: timedelta) -> None:
         self._module.set_device(self._device)  # a thread begins on device 0
@@ -97,10 +118,15 @@ class BroadcastGroup:
 
     def _broadcast(self, tensor: Tensor, ready: torch.Event) -> None:
         ready.synchronize()  # and no wait of streams: a call of HCCL bypasses the queue through which torch_npu launches its own
+        assert self._communicator
         self._communicator.broadcast(tensor, 0, self._stream)
         done = self._module.Event()
         done.record(self._stream)
         done.synchronize()
+
+
+def _nothing() -> None:
+    """Only wakes the thread."""
 
 
 def _run(call: Call, done: Future[None]) -> None:

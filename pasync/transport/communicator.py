@@ -24,6 +24,12 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None: ...
 
+    def abort(self) -> None:
+        """From another thread: end a broadcast that is under way, if this backend can."""
+
+    def close(self) -> None:
+        """Leave the group. Not during a broadcast."""
+
 
 class TorchCommunicator:
     """A process group of torch's own.
@@ -47,6 +53,14 @@ class TorchCommunicator:
         with torch.get_device_module(tensor.device).stream(stream):
             self._group.broadcast([tensor], options).wait()
 
+    def abort(self) -> None:
+        """NCCL can. Gloo goes on until a connection is closed or its time is up."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Close the connections: whoever waits for this process in gloo comes out with an error."""
+        del self._group
+
 
 def communicator(kind: str, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Communicator:
     """Enter a group of `world_size` processes that meet at `store`; blocks until all are there.
@@ -69,7 +83,17 @@ def communicator(kind: str, store: dist.Store, rank: int, world_size: int, devic
                 self.store.set("root id", bytes(obj))
             return type(obj).from_buffer_copy(self.store.get("root id"))
 
-    made = PyHcclCommunicator(Meeting(rank=rank, world_size=world_size, store=store), device)
+    class Hccl(PyHcclCommunicator):  # type: ignore[misc]
+        """The same, as a `Communicator`."""
+
+        def abort(self) -> None:
+            """HCCL cannot: it goes on until HCCL_EXEC_TIMEOUT."""
+
+        def close(self) -> None:
+            """Free what the group holds of the device, which has room for few of them."""
+            self.hccl.hcclCommDestroy(self.comm)
+
+    made = Hccl(Meeting(rank=rank, world_size=world_size, store=store), device)
     if made.disabled or not made.available:
         raise WeightSyncError("HCCL could not be loaded (libhccl.so, or HCCL_SO_PATH): its communicator would send nothing, in silence")
     return made  # type: ignore[no-any-return]

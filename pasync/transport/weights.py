@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pasync import device as devices
 from pasync.config import Config
-from pasync.errors import WeightSyncError
+from pasync.errors import PasyncError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes, floats, int_bytes
 from pasync.transport.broadcast import BroadcastGroup, Bucket, Buffers, Work, plan_buckets, views
 
@@ -83,15 +83,17 @@ class WeightSender:
                 this returns.
 
         Raises:
-            RolloutError: requests are still in flight.
-            WeightSyncError: a server did not take part or does not hold what was sent, or `weights` failed.
+            WeightSyncError: a server did not take part or does not hold what was sent, or `weights` failed. The group is closed then, and
+                every server has answered or is given up.
+            RolloutError: requests are still in flight, or a server was lost.
         """
         self.servers.require_idle()
         self._first = version if self._first is None else self._first
         with_sum = self.due(version)
         for name in self.servers.names:
             self.servers.tell(name, Sync(version=version, with_sum=with_sum))
-        total = self._send(weights, with_sum, version)
+        with self._all_answering(Synced):
+            total = self._send(weights, with_sum, version)
         synced = self.servers.replies(Synced, deadline_s=self.config.sync.deadline_s)
         for name, reply in synced.items():
             if reply.version != version:
@@ -130,16 +132,32 @@ class WeightSender:
             )
         return max(gaps.values())
 
+    def close(self) -> None:
+        """Leave the transfer group."""
+        if group := self.__dict__.pop("group", None):
+            group.close()
+
     def _join(self, kind: str) -> BroadcastGroup:
         width, limit = self.config.rollout.tensor_parallel, self.config.sync.deadline_s
         world = 1 + width * len(self.servers.names)
         store = BroadcastGroup.open_store(self.host, 0, world, limit, is_sender=True)
         for i, name in enumerate(self.servers.names):
             self.servers.tell(name, Join(self.host, store.port, 1 + i * width, world, limit, self.buckets, self.max_numel))
-        with _naming("joining the transfer group", self.servers.failure):
+        with self._all_answering(Joined), _naming("joining the transfer group", self.servers.failure):
             group = BroadcastGroup(kind, store, 0, world, self.device, limit)
         self.servers.replies(Joined, deadline_s=limit)
         return group
+
+    @contextmanager
+    def _all_answering(self, kind: type[Any]) -> Iterator[None]:
+        """If what is inside fails, wait until every server has come out of it, so that no answer to it is taken for a later one's."""
+        try:
+            yield
+        except WeightSyncError:
+            self.close()
+            with suppress(PasyncError):  # the first error says more
+                self.servers.replies(kind, deadline_s=self.config.sync.deadline_s)
+            raise
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], with_sum: bool, version: int) -> int:
         source, total = iter(weights), 0

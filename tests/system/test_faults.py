@@ -12,7 +12,7 @@ from harness import TINY, finish, gone_within, processes_of, start, wait_for_lin
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 
 BATCH = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
-SMALL = (*BATCH, "checkpoint.every=1", "iterations=2000")
+SMALL = (*BATCH, "checkpoint.every=1", "iterations=2000", "rollout.max_restarts=0")
 PHASES = {
     "start-up": ("server-0.log", "\n"),
     "sync": ("ranks.log", "iteration 1: sync"),

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 def both(run: Path, *overrides: str) -> list[subprocess.Popen[str]]:
     """Both launchers; the second one's console is beside <run>/../second."""
-    common = ["device.nodes=2", "device.count=1", "algorithm.batch_groups=8", "data.eval=null", "eval.every=0", *overrides]
+    nodes = ["device.nodes=2", "device.count=1", "rollout.max_restarts=0"]
+    common = [*nodes, "algorithm.batch_groups=8", "data.eval=null", "eval.every=0", *overrides]
     address = ["--address", f"127.0.0.2:{free_port()}"]
     names = (run, run.with_name("second"))
     return [start(TINY, name, *common, f"run.dir={run}", "--node-rank", str(node), *address) for node, name in enumerate(names)]

@@ -69,7 +69,7 @@ def connected(run: Path, config: Config) -> Iterator[tuple[Trainer, RolloutProdu
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with server(run, address), join_ranks("cpu", deadline_s=60) as ranks, RolloutProducer(config, address) as producer:
         trainer = Trainer(config, Path(config.model.path), ranks)
-
+        producer.muster()
         yield trainer, producer, WeightSender(config, producer, trainer.models.shapes, "cpu")
 
 
@@ -82,6 +82,7 @@ def perturb(trainer: Trainer, seed: int) -> None:
 
 def sampled_gap(trainer: Trainer, producer: RolloutProducer, version: int) -> float:
     """Mean |trainer - server| log-prob over a freshly sampled group."""
+    producer.admit(version)
     producer.submit([PROMPT], version, Sampling(8, 1.0, 24))
     group = producer.next_group(version)
     assert isinstance(group, Group)

@@ -6,6 +6,7 @@ Signature, attributes and silence when disabled: pyhccl.py of vllm-ascend 0.23.0
 import ctypes
 import multiprocessing
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pasync import device as devices
-from pasync.errors import WeightSyncError
+from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Synced
 from pasync.transport.weights import WeightReceiver, checksum
 
@@ -28,6 +29,18 @@ CPU = torch.device("cpu")
 
 class UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * 4108)]
+
+
+class Library:
+    """What is there of HCCL's own calls."""
+
+    def __init__(self) -> None:
+        self.destroyed = threading.Event()
+
+    def hcclCommDestroy(self, comm: dist.ProcessGroupGloo) -> None:
+        """Of this side only: whoever waits goes on waiting."""
+        assert isinstance(comm, dist.ProcessGroupGloo)
+        self.destroyed.set()
 
 
 @dataclass
@@ -46,7 +59,7 @@ class PyHcclCommunicator:
     ) -> None:
         assert isinstance(group, StatelessProcessGroup) and isinstance(device, torch.device) and group.world_size > 1
         self.group, self.rank, self.world_size, self.device = group, group.rank, group.world_size, device
-        self.available, self.disabled, self.calls = True, False, 0
+        self.available, self.disabled, self.calls, self.hccl = True, False, 0, Library()
         unique_id = UniqueId()
         if self.rank == 0:
             unique_id.internal[:] = [i % 100 for i in range(4108)]
@@ -145,10 +158,14 @@ class ProcessServers:
             self.pipes[server].send(msgspec.to_builtins(message))
 
     def replies(self, kind: type[Any], *, deadline_s: float) -> dict[str, Any]:
-        return {name: self.received(name, deadline_s) for name in self.names}
+        try:
+            return {name: self.received(name, deadline_s) for name in self.names}
+        except (TimeoutError, RuntimeError, EOFError) as error:
+            raise RolloutError(f"no {kind.__name__}: {error}") from error
 
     def received(self, server: str, deadline_s: float) -> Any:
-        assert self.pipes[server].poll(deadline_s), f"{server} does not answer"
+        if not self.pipes[server].poll(deadline_s):
+            raise TimeoutError(f"{server} does not answer")
         answer = self.pipes[server].recv()
         if isinstance(answer, Exception):
             raise answer

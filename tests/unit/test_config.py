@@ -75,6 +75,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("rollout.admission=longest", "Did you mean longest_first?"),
         ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
         ("run.max_restarts=2", "needs checkpoint.every of at least 1"),
+        ("device.nodes=2", "rollout.max_restarts=3: the trainer cannot have a server of another node ended"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):

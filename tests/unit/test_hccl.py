@@ -48,6 +48,15 @@ def test_every_weight_of_every_version_reaches_every_server(tmp_path):
                 assert all(torch.equal(held[key], weight) for key, weight in weights(version).items())
 
 
+def test_a_group_that_is_closed_frees_its_communicator_and_ends_its_thread(tmp_path):
+    with servers(1, PyHcclCommunicator) as rollout:
+        group = WeightSender(config(tmp_path, 30), rollout, SHAPES, "npu").group
+        group.close()
+        assert group._communicator.hccl.destroyed.wait(10)
+        group._thread.join(10)
+        assert not group._thread.is_alive()
+
+
 def test_a_communicator_that_could_not_load_hccl_is_refused(tmp_path):
     with servers(1, Disabled) as rollout, pytest.raises(WeightSyncError, match="HCCL could not be loaded"):
         WeightSender(config(tmp_path, 20), rollout, SHAPES, "npu")
@@ -61,11 +70,11 @@ def test_a_broadcast_that_did_nothing_is_noticed_by_the_sum(tmp_path):
 
 
 def publish_late(rollout: ProcessServers, sender: WeightSender, version: int) -> str:
-    """The error of a sync that must fail at the deadline of 4 s."""
+    """The error of a sync that must fail at the deadline of 4 s, with a second one for the servers' word."""
     began = time.monotonic()
     with pytest.raises(WeightSyncError) as error:
         sender.publish(weights(version).items(), version)
-    assert 4 <= time.monotonic() - began < 10
+    assert 4 <= time.monotonic() - began < 14
     return str(error.value)
 
 
@@ -89,7 +98,7 @@ def test_a_server_that_never_enters_ends_at_the_deadline(tmp_path):
         began = time.monotonic()
         with pytest.raises(WeightSyncError, match="joining the transfer group failed after .*: a server did not take part"):
             WeightSender(config(tmp_path, 4), rollout, SHAPES, "npu")
-        assert 4 <= time.monotonic() - began < 10
+        assert 4 <= time.monotonic() - began < 14
 
 
 def test_a_trainer_that_does_not_send_is_named_by_the_server(tmp_path):

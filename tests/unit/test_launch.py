@@ -23,11 +23,11 @@ UP = "from pasync.observe.console import say; say('up'); "
 FOREVER = UP + "import signal; signal.pause()"
 RAISE = "from pathlib import Path\nfrom pasync.errors import WeightSyncError\nfrom pasync.processes import report_fatal\nwith report_fatal"
 STARTER = """
-import sys
+import os, sys
 from pasync import launch
 from pasync.supervisor import Command
 def commands(placement, run):
-    server = Command("server-0", [sys.executable, "-c", sys.argv[2]])
+    server = Command("server-0", [sys.executable, "-c", sys.argv[2]], restarts=int(os.environ.get("RESTARTS", "0")))
     return [server, Command("ranks", [sys.executable, *sys.argv[3:]])]
 config = launch.load(sys.argv[1])
 sys.exit(launch.launch(config, launch.placed(config, False), commands))
@@ -115,7 +115,7 @@ def test_a_model_that_is_nowhere_ends_with_2(config_file: Path) -> None:
     assert code == 2 and any("model.path=nowhere" in line for line in lines)
 
 
-NODES = ["device.nodes=2", "device.count=1"]
+NODES = ["device.nodes=2", "device.count=1", "rollout.max_restarts=0"]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,8 @@ def test_several_nodes_need_to_know_which_is_which_and_where(config_file: Path, 
 
 def test_a_dry_run_shows_all_nodes(config_file: Path) -> None:
     wide = ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=2", "rollout.tensor_parallel=2"]
-    code, lines = ended(launch(config_file, "--dry-run", "device.kind=npu", "device.nodes=4", "device.count=2", *wide), config_file)
+    nodes = ["device.kind=npu", "device.nodes=4", "device.count=2", "rollout.max_restarts=0"]
+    code, lines = ended(launch(config_file, "--dry-run", *nodes, *wide), config_file)
     assert code == 0
     assert [" ".join(line.split()) for line in lines if line.startswith(("  rank-", "  server-"))] == [
         "rank-0 node 0, npu 0", "rank-1 node 0, npu 1", "rank-2 node 1, npu 0", "server-0 node 2, npu 0, 1", "server-1 node 3, npu 0, 1",
@@ -148,7 +149,7 @@ def test_a_dry_run_shows_all_nodes(config_file: Path) -> None:
 
 def test_every_node_starts_its_own_part(config_file: Path) -> None:
     wide = ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=2", "device.nodes=3", "device.count=2", "device.kind=npu"]
-    config = load(config_file, wide)
+    config = load(config_file, [*wide, "rollout.max_restarts=0"])
     commands = {
         node: run_commands(config, place(config, "npu", [4, 5], "tcp://10.0.0.1:29500", node), Path("/run")) for node in range(3)
     }
@@ -168,7 +169,8 @@ def test_the_ranks_of_two_nodes_meet_and_are_numbered_by_node(config_file: Path,
         "    total = ranks.sum({'count': 1.0})['count']\n"
         "    print(f'node {sys.argv[1]} local {os.environ[\"LOCAL_RANK\"]} rank {ranks.rank} of {total:.0f}', flush=True)\n"
     )
-    config = load(config_file, ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=1", "device.nodes=2", "device.count=2"])
+    wide = ["parallel.ranks=3", "algorithm.batch_groups=3", "rollout.servers=1", "device.nodes=2", "device.count=2"]
+    config = load(config_file, [*wide, "rollout.max_restarts=0"])
     port = next(p for p in (free_port() for _ in range(99)) if free(p + 1))
     running = []
     for node in (1, 0):
@@ -203,6 +205,60 @@ def test_a_server_that_dies_ends_the_run_and_is_named(config_file: Path) -> None
     code, lines = ended(launcher, config_file)
     assert code == 1 and lines[-2].startswith("ProcessDied: server-0 (pid ") and lines[-2].endswith("was killed by SIGKILL")
     assert lines[-1].endswith("logs/server-0.log (server-0)")
+
+
+def restarting(config_file: Path, monkeypatch: pytest.MonkeyPatch, times: int, server: str, ranks: str) -> tuple[int, list[str]]:
+    """A server that may be started again so often, and that appends its pid to the file `pids`."""
+    monkeypatch.setenv("RESTARTS", str(times))
+    note = "import os, signal, sys, time; from pathlib import Path; pids = Path('pids'); pids.open('a').write(f'{os.getpid()}\\n'); "
+    count = "started = len(pids.read_text().split())\n"
+    return ended(start(config_file, note + count + server, "-c", ranks), config_file)
+
+
+UNTIL = "import time; from pathlib import Path; p = Path('pids'); p.touch()\nwhile len(p.read_text().split()) < {}: time.sleep(0.05)"
+
+
+@pytest.mark.parametrize("death", ["os.kill(os.getpid(), 9)", "1 / 0"])
+def test_a_server_that_dies_is_started_again_and_the_run_goes_on(config_file: Path, monkeypatch, death: str) -> None:
+    server = f"if started < 3: {death}\nsignal.pause()"
+    code, lines = restarting(config_file, monkeypatch, 2, server, UNTIL.format(3))
+    assert code == 0 and [line for line in lines if "is started again" in line and "server-0" in line][1].startswith(
+        "server-0 is started again, 0 restarts are left: exit code "
+    )
+
+
+def test_what_is_left_of_a_dead_server_is_ended_before_it_is_started_again(config_file: Path, monkeypatch) -> None:
+    child = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    server = f"import subprocess\nif started == 1:\n  p = subprocess.Popen([sys.executable, '-c', {child!r}])\n"
+    server += "  Path('engine').write_text(str(p.pid)); os.kill(os.getpid(), 9)\n"
+    server += "stat = Path('/proc') / Path('engine').read_text() / 'stat'\n"
+    server += "sys.exit(3 if not stat.exists() or stat.read_text().split()[2] == 'Z' else 4)"
+    code, lines = restarting(config_file, monkeypatch, 1, server, FOREVER)
+    assert code == 1 and any("ended with exit code 3" in line for line in lines)
+
+
+def test_used_up_restarts_end_the_run_by_name(config_file: Path, monkeypatch) -> None:
+    code, lines = restarting(config_file, monkeypatch, 2, "os.kill(os.getpid(), 9)", FOREVER)
+    assert code == 1 and sum("is started again" in line for line in lines) == 2
+    assert lines[-2].startswith("ProcessDied: server-0 (pid ") and lines[-2].endswith("was killed by SIGKILL")
+
+
+def test_a_server_that_the_trainer_gives_up_is_killed_and_started_again_but_not_its_successor(config_file: Path, monkeypatch) -> None:
+    server = "if started == 1: signal.signal(15, signal.SIG_IGN)\nsignal.pause()"
+    ranks = UNTIL.format(1) + "\nfrom pasync.errors import RolloutError; from pasync.processes import report_lost\n"
+    ranks += "first = int(Path('pids').read_text())\nreport_lost('server-0', first, RolloutError('server-0 is silent'))\n"
+    ranks += UNTIL.format(2) + "\nreport_lost('server-0', first, RolloutError('late word'))\ntime.sleep(1)"
+    code, lines = restarting(config_file, monkeypatch, 3, server, ranks)
+    assert code == 0 and [line for line in lines if "is started again" in line] == [
+        "server-0 is started again, 2 restarts are left: server-0 is silent"
+    ]
+
+
+def test_a_users_mistake_is_not_tried_again(config_file: Path, monkeypatch) -> None:
+    server = "from pasync.errors import ConfigError; from pasync.processes import report_fatal\n"
+    server += f"with report_fatal(Path({str(config_file.parent / 'run')!r}), 'server-0'): raise ConfigError('no such reward')"
+    code, lines = restarting(config_file, monkeypatch, 3, server, FOREVER)
+    assert code == 1 and lines[-2] == "ConfigError: no such reward" and not any("started again" in line for line in lines)
 
 
 def test_a_server_that_exits_with_an_error_shows_the_end_of_its_log(config_file: Path) -> None:

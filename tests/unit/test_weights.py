@@ -79,7 +79,7 @@ class ThreadServers:
         elif isinstance(message, Sync):
             try:
                 received = {name: self._loaded(t) for name, t in self.receivers[server].receive()}
-            except TimeoutError as error:
+            except (TimeoutError, RuntimeError) as error:
                 self.errors[server] = error
                 return
             self.held[server] = self.load(index, received)

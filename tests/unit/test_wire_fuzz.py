@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from test_producer import config, prompts, wait_until
 from workers import free_port
 
 from pasync import messages
-from pasync.messages import WIRE_VERSION, Sampling, Sync, Synced, int_bytes
+from pasync.messages import WIRE_VERSION, Sampling, Sync, Synced, int_bytes, server_name
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.server import RolloutServer
 from pasync.transport.channel import TrainerChannel
 
 FRAMES = 10_000
 """At each socket."""
+NAME = server_name(0, os.getpid())
 LARGEST = 1 << 20
 GROUPS, SAMPLING = 24, Sampling(2, 1.0, 4)
 
@@ -38,6 +40,8 @@ class StubEngine:
         return sampled(version, group_id, k), [-0.5] * (1 + k), True
 
     async def receive_weights(self, *, with_sum: bool) -> None: ...
+
+    def require_alive(self) -> None: ...
 
 
 def sampled(version: int, group_id: int, k: int) -> list[int]:
@@ -53,7 +57,7 @@ def serve(channel_address: str, run: Any) -> None:
     """A server's whole life, on a thread of its own."""
 
     async def main() -> None:
-        channel = TrainerChannel(channel_address, "server-0")
+        channel = TrainerChannel(channel_address, NAME)
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "text")
         engine, rewards = StubEngine(), StubRewards()
         await RolloutServer(run, 0, engine, rewards, tokenizer, channel).run()  # type: ignore[arg-type]
@@ -109,7 +113,7 @@ class FuzzingProxy:
         for socket in (to_server, to_trainer):
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.LINGER, 1000)
-        to_trainer.setsockopt(zmq.IDENTITY, b"server-0")
+        to_trainer.setsockopt(zmq.IDENTITY, NAME.encode())
         to_server.bind(front)
         to_trainer.connect(back)
         up, down = list[bytes](), list[bytes]()
@@ -121,12 +125,12 @@ class FuzzingProxy:
                 to_trainer.send(up[-1])
             while to_trainer.poll(0):
                 down.append(to_trainer.recv())
-                to_server.send_multipart([b"server-0", down[-1]])
+                to_server.send_multipart([NAME.encode(), down[-1]])
             if not (up and down) or self.done.is_set():
                 continue
             for _ in range(100):
                 to_trainer.send(next(for_trainer))
-                to_server.send_multipart([b"server-0", next(for_server)])
+                to_server.send_multipart([NAME.encode(), next(for_server)])
             self.sent = {end: count + 100 for end, count in self.sent.items()}
             if min(self.sent.values()) >= FRAMES:
                 self.done.set()
@@ -144,8 +148,10 @@ def expected(version: int) -> list[Any]:
 
 def iterate(producer: RolloutProducer, version: int) -> list[Any]:
     """One iteration; what came back, by group."""
-    producer.tell("server-0", Sync(version=version, with_sum=False))
-    assert producer.replies(Synced, deadline_s=20)["server-0"].version == version
+    producer.muster()
+    producer.tell(NAME, Sync(version=version, with_sum=False))
+    assert producer.replies(Synced, deadline_s=20)[NAME].version == version
+    producer.admit(version)
     producer.submit(prompts(GROUPS), version, SAMPLING)
     groups = [producer.next_group(version) for _ in range(GROUPS)]
     assert producer.next_group(version, wait=False) is None
@@ -166,7 +172,7 @@ def test_ten_thousand_hostile_frames_at_each_socket_change_no_group_and_are_all_
             version += 1
         assert proxy.sent == {"trainer": FRAMES, "server": FRAMES}
         wait_until(lambda: producer.dropped_frames >= 2 * FRAMES)
-        assert producer._dropped == {"server-0": FRAMES} and producer.dropped_frames == 2 * FRAMES
+        assert producer._fleet.dropped_by_servers == FRAMES and producer.dropped_frames == 2 * FRAMES
         assert iterate(producer, version) == expected(version)
     server.join(10)
     assert not server.is_alive()

@@ -1,0 +1,202 @@
+"""The servers of a run as they come and go, and the groups they work on. Belongs to the producer thread.
+
+    Hello --> present --admit(version)--> gets groups of that version --GroupDone--> queue of finished groups
+                 |
+                 +-- silent, disconnected, failed, replaced --> lost: its groups go to the others, the launcher starts it again
+
+A name stands for one process, `server-0 (pid 4711)`. So nothing that a lost one still says is taken for its successor's: it is dropped and
+counted, and answered with Stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from pasync.config import Config
+from pasync.errors import RolloutError, error_named
+from pasync.messages import Failed, Freed, Generate, GroupDone, Heartbeat, Hello, Message, Ping, Stop, ToTrainer, Unsynced, server_name
+from pasync.observe.console import say
+from pasync.processes import report_lost
+from pasync.rollout.admission import Load, choose, order
+from pasync.transport.channel import ServerChannel
+
+log = logging.getLogger(__name__)
+WAKE: Any = object()
+"""Ends a wait on a queue, so that the waiter looks again at what has changed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A group to be sampled."""
+
+    message: Generate
+    expected_tokens: float
+
+
+@dataclass
+class Server:
+    """What is known of one server process."""
+
+    hello: Hello
+    free: int
+    """Responses it could start now; negative if some wait for a slot."""
+    last_heard: float
+    version: int | None = None
+    """Of the groups it may get; None until it is admitted."""
+    working_on: dict[tuple[int, int], Task] = field(default_factory=dict)
+    """By (version, group id): what it was given and has not answered."""
+    dropped_frames: int = 0
+    """As it last said."""
+
+    @property
+    def load(self) -> Load:
+        expected = sum(task.expected_tokens for task in self.working_on.values())
+        return Load(self.hello.credits, self.free, len(self.working_on), expected)
+
+
+class Fleet:
+    """Gives groups to servers, and takes them back from those that are lost.
+
+    Args:
+        groups: gets each finished group with its unix time, and WAKE when a server is lost.
+        replies: gets (name, message) of all else: Hello, answers, and Unsynced of a server that is lost.
+    """
+
+    def __init__(self, config: Config, channel: ServerChannel, groups: SimpleQueue[Any], replies: SimpleQueue[Any]) -> None:
+        self.config, self._channel, self._groups, self._replies = config, channel, groups, replies
+        self.present: tuple[str, ...] = ()
+        """Names of the servers that are there. Never changed but replaced, so that any thread may read it."""
+        self.requeued = self.dropped_by_servers = 0
+        """Groups taken back from lost servers, and frames that servers dropped, lost ones included. Any thread may read them."""
+        self._servers: dict[str, Server] = {}
+        self._lost: set[str] = set()
+        self._pending: list[Task] = []
+        self._pinged = 0.0
+
+    def handle(self, name: str, message: ToTrainer) -> None:
+        """Act on what a server says."""
+        if name in self._servers:
+            self._servers[name].last_heard = time.monotonic()
+            self._take(name, self._servers[name], message)
+        elif name in self._lost:
+            self._channel.reader.drop(f"a {type(message).__name__} of {name!r}, which is given up")
+            self._stop(name)
+        elif isinstance(message, Hello) and name == server_name(message.server, message.pid):
+            self._welcome(name, message)
+        else:
+            self._channel.reader.drop(f"a {type(message).__name__} of {name!r}, which has not said Hello under its name")
+
+    def enqueue(self, tasks: list[Task]) -> None:
+        """Add groups to those that no server has yet."""
+        self._order(self._pending + tasks)
+
+    def admit(self, names: list[str], version: int) -> None:
+        """From here on these servers get groups of `version`."""
+        for name in names:
+            if name in self._servers:
+                self._servers[name].version = version
+
+    def dispatch(self) -> None:
+        """Give out groups as far as servers that hold their version have room."""
+        while self._pending:
+            task = self._pending[0]
+            version, size = task.message.version, task.message.sampling.num_responses
+            able = [name for name, server in self._servers.items() if server.version == version]
+            chosen = choose(self.config.rollout.admission, [self._servers[n].load for n in able], size, len(self._pending))
+            if chosen is None:
+                return
+            if self.send(able[chosen], task.message):
+                server = self._servers[able[chosen]]
+                server.free -= size
+                server.working_on[version, task.message.group_id] = task
+                del self._pending[0]
+
+    def check(self) -> None:
+        """Find those that are silent, or whose connection is gone: it closes when a process ends."""
+        now, limit = time.monotonic(), self.config.rollout.silence_s
+        # Without restarts only silence counts: a connection may come back, and nobody else could do the work.
+        ping = bool(self.config.rollout.max_restarts) and now - self._pinged >= self.config.rollout.heartbeat_s
+        self._pinged = now if ping else self._pinged
+        for name, server in list(self._servers.items()):
+            silent = now - server.last_heard
+            if silent > limit:
+                self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}"))
+            elif ping:
+                self.send(name, Ping())
+
+    def send(self, name: str, message: Message) -> bool:
+        """Send to a server that is there; one that cannot be reached is lost. Returns whether it went out."""
+        if name not in self._servers:
+            return False
+        try:
+            self._channel.send(name, message)  # type: ignore[arg-type]
+        except RolloutError as error:
+            self.lose(name, error)
+            return False
+        return True
+
+    def lose(self, name: str, error: Exception) -> None:
+        """Count on a server no more and put its groups first in the queue. Raises `error` if a lost server is to end the run."""
+        if name not in self._servers:
+            return
+        if not self.config.rollout.max_restarts:
+            raise error
+        server = self._servers.pop(name)
+        self._lost.add(name)
+        self._note_present()
+        tasks = list(server.working_on.values())
+        self.requeued += len(tasks)
+        self._order(tasks + self._pending)
+        say(f"{type(error).__name__}: {error}; {len(tasks)} groups go to other servers")
+        self._stop(name)
+        report_lost(f"server-{server.hello.server}", server.hello.pid, error)
+        self._replies.put((name, Unsynced(str(error))))
+        self._groups.put(WAKE)
+
+    def stop(self) -> None:
+        """Tell all servers that the run is over."""
+        for name in self._servers:
+            self._stop(name)
+
+    def _welcome(self, name: str, hello: Hello) -> None:
+        for other, server in list(self._servers.items()):
+            if server.hello.server == hello.server:
+                self.lose(other, RolloutError(f"{name} takes the place of {other}"))
+        self._servers[name] = Server(hello, free=hello.credits, last_heard=time.monotonic())
+        self._note_present()
+        self._replies.put((name, hello))
+
+    def _take(self, name: str, server: Server, message: ToTrainer) -> None:
+        match message:
+            case GroupDone(group=group, freed=freed):
+                server.free += freed
+                if server.working_on.pop(key := (group.version, group.group_id), None):
+                    self._groups.put((group, time.time()))
+                else:
+                    self._channel.reader.drop(f"group {key}, which {name} was not asked for or has given before")
+            case Freed(responses=freed):
+                server.free += freed
+            case Failed(error=error, message=text):
+                self.lose(name, error_named(error, f"{name}: {text}"))
+            case Heartbeat(dropped_frames=dropped):
+                self.dropped_by_servers += dropped - server.dropped_frames
+                server.dropped_frames = dropped
+            case Hello():
+                self._channel.reader.drop(f"another Hello of {name}")
+            case _:
+                self._replies.put((name, message))
+
+    def _order(self, tasks: list[Task]) -> None:
+        self._pending = [tasks[i] for i in order(self.config.rollout.admission, [task.expected_tokens for task in tasks])]
+
+    def _note_present(self) -> None:
+        self.present = tuple(sorted(self._servers, key=lambda name: self._servers[name].hello.server))
+
+    def _stop(self, name: str) -> None:
+        with suppress(RolloutError):  # it may be gone
+            self._channel.send(name, Stop())

@@ -1,0 +1,134 @@
+"""Servers die, stop and come back while a real run goes on: nothing is lost, nothing is trained twice.
+
+PASYNC_KILLS=10 kills a server in each of 10 consecutive iterations instead of 3.
+"""
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from harness import TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
+from safetensors.torch import load_file
+
+from pasync.configfile import load
+from pasync.data.prompts import PromptStream
+from pasync.messages import ints
+from pasync.model.causal_lm import load_tokenizer
+from pasync.rollout.recording import read_recording
+
+KILLS = int(os.environ.get("PASYNC_KILLS", "3"))
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300 + 90 * KILLS)]
+RUN_S = 240 + 60 * KILLS
+GROUPS = 16
+SMALL = (f"algorithm.batch_groups={GROUPS}", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
+EXACT = "parallel.accumulate=exact"
+
+
+def at_iteration(run: Path, process: subprocess.Popen[str], t: int, phase: str = "generate") -> dict[int, int]:
+    """Wait until the phase begins; (index: pid) of the servers that hold the weights then."""
+    ranks = run / "logs" / "ranks.log"
+    wait_for_line(ranks, f"iteration {t}: {phase}", process, RUN_S)
+    told = [line for line in ranks.read_text().split(f"iteration {t}: {phase}")[0].splitlines() if "weights go to" in line][-1]
+    return {int(index): int(pid) for index, pid in re.findall(r"server-(\d+) \(pid (\d+)\)", told)}
+
+
+def require_whole(run: Path, iterations: int) -> None:
+    """Every iteration was trained on exactly its groups: each prompt once, all responses, the right version."""
+    config = load(run / "config.yaml")
+    prompts = PromptStream(config, load_tokenizer(Path(config.model.path)))
+    for t in range(iterations):
+        groups = sorted(read_recording(run, t).groups, key=lambda g: g.group_id)
+        assert [(g.group_id, g.version, len(g.responses)) for g in groups] == [(i, t, 4) for i in range(GROUPS)]
+        assert [tuple(ints(g.prompt_ids).tolist()) for g in groups] == [p.ids for p in prompts.batch(t)]
+
+
+def ended(process: subprocess.Popen[str], run: Path) -> tuple[int, str]:
+    code, text = finish(process, run, RUN_S)
+    assert gone_within(run, 15), [p.cmdline() for p in processes_of(run)]
+    return code, text
+
+
+def test_a_server_killed_in_each_of_several_iterations_changes_no_bit_of_the_weights(tmp_path):
+    run, iterations = tmp_path / "run", KILLS + 2
+    process = start(TINY, run, *SMALL, EXACT, "rollout.servers=2", f"rollout.max_restarts={KILLS}", "rollout.source=record",
+                    f"iterations={iterations}")  # fmt: skip
+    for t in range(1, KILLS + 1):
+        servers = at_iteration(run, process, t)
+        os.kill(servers.get(t % 2, servers.get(1 - t % 2)), signal.SIGKILL)
+    code, text = ended(process, run)
+    assert code == 0, text
+    assert text.count("is started again") == KILLS
+    lines = metrics(run)
+    print([(line["rollout/requeued_groups"], line["time/step_s"]) for line in lines])
+    assert lines[-1]["rollout/requeued_groups"] >= KILLS  # each had groups
+    require_whole(run, iterations)
+    undisturbed = tmp_path / "undisturbed"
+    completed(TINY, undisturbed, *SMALL, EXACT, f"rollout.source=replay:{run}", f"iterations={iterations}")
+    ours, theirs = (load_file(folder / "model" / "model.safetensors") for folder in (run, undisturbed))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_stopped_server_is_noticed_and_ended_and_the_run_goes_on(tmp_path):
+    run = tmp_path / "run"
+    process = start(TINY, run, *SMALL, "rollout.servers=2", "rollout.silence_s=5", "rollout.source=record", "iterations=4")
+    victim = psutil.Process(at_iteration(run, process, 1)[1])
+    victim.suspend()
+    wait_for_line(run / "logs" / "ranks.log", "was not heard of for", process, 5 + 1 + 4)  # silence_s, heartbeat_s, a busy machine
+    assert psutil.wait_procs([victim], timeout=15)[1] == []
+    code, text = ended(process, run)
+    assert code == 0 and f"server-1 (pid {victim.pid}) was not heard of" in text, text
+    require_whole(run, 4)
+
+
+@pytest.mark.parametrize("part", ["server", "engine"])
+def test_the_only_server_dies_and_is_restarted_within_the_iteration(tmp_path, part):
+    run = tmp_path / "run"
+    process = start(TINY, run, *SMALL, "rollout.source=record", "iterations=3")
+    server = psutil.Process(at_iteration(run, process, 1)[0])
+    engine = next(p for p in server.children(recursive=True) if "EngineCore" in p.name() or "EngineCore" in " ".join(p.cmdline()))
+    (server if part == "server" else engine).kill()
+    code, text = ended(process, run)
+    assert code == 0 and text.count("is started again") == 1, text
+    assert engine.pid not in psutil.pids()
+    require_whole(run, 3)
+
+
+@pytest.mark.parametrize("cut", [("parallel.pipeline=2",), ("parallel.data=fsdp",)], ids=["stages", "fsdp"])
+def test_a_cut_model_gives_its_weights_to_a_restarted_server_in_mid_iteration(tmp_path, cut):
+    run = tmp_path / "run"
+    process = start(TINY, run, *SMALL, "rollout.source=record", "iterations=3", "parallel.ranks=2", *cut)
+    os.kill(at_iteration(run, process, 1)[0], signal.SIGKILL)
+    code, text = ended(process, run)
+    assert code == 0 and text.count("is started again") == 1, text
+    require_whole(run, 3)
+
+
+def test_a_server_killed_in_a_sync_leaves_the_run_to_the_other(tmp_path):
+    run = tmp_path / "run"
+    process = start(TINY, run, *SMALL, "rollout.servers=2", "rollout.source=record", "iterations=3", "sync.bucket_bytes=1024")
+    os.kill(at_iteration(run, process, 1, "sync")[0], signal.SIGKILL)
+    code, text = ended(process, run)
+    assert code == 0, text
+    require_whole(run, 3)
+
+
+def test_used_up_restarts_end_the_run_by_name(tmp_path):
+    run = tmp_path / "run"
+    process = start(TINY, run, *SMALL, "rollout.servers=2", "rollout.max_restarts=1", "iterations=2000")
+    first = at_iteration(run, process, 0)[0]
+    os.kill(first, signal.SIGKILL)
+    ranks = run / "logs" / "ranks.log"
+    successor = re.compile(rf"weights go to server-0 \(pid (?!{first}\))(\d+)\)")
+    wait_for_line(run.with_suffix(".console"), "server-0 is started again, 0 restarts are left", process)
+    wait_for_line(ranks, "weights go to server-1", process)
+    while not (found := successor.search(ranks.read_text())):
+        assert process.poll() is None, console(run)
+    os.kill(int(found[1]), signal.SIGKILL)
+    code, text = ended(process, run)
+    last = text.strip().splitlines()[-2]
+    assert code == 1 and "ProcessDied: server-0" in last and "SIGKILL" in last
