@@ -15,10 +15,8 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -106,10 +104,8 @@ def accelerators(kind: str, count: int | None) -> Iterator[Finding]:
         yield fail(f"torch reaches no {kind}; on npu source CANN's set_env.sh, and look at the driver")
     else:
         yield ok(f"{kind} {', '.join(map(str, ids))}; {_size(size)}" + " each" * (kind != "cpu"))
-    if kind == "npu" and shutil.which("npu-smi"):
-        table = subprocess.run(["npu-smi", "info"], capture_output=True, text=True, timeout=30).stdout
-        health = re.findall(r"^\|\s*(\d+)\s+\S+\s*\|\s*(\w+)\s*\|", table, re.MULTILINE)
-        yield from (fail(f"NPU {i} is {state}; leave it out of {devices.VISIBLE[kind]}") for i, state in health if state != "OK")
+    yield from map(warn, devices.left_out(kind))
+    yield from map(fail, devices.device_problems(kind))
 
 
 def loopback(address: str) -> Iterator[Finding]:

@@ -105,10 +105,12 @@ def train_on_batch(t: int, config: Config, leader: Leader | None, trainer: Train
 def traced(rounds: Iterator[list[Group]], t: int, trace: Trace) -> Iterator[list[Group]]:
     """The same, and a span in the trace for the time in which each was worked on."""
     for groups in rounds:
-        if groups:
-            log.info("iteration %d: train on %d groups", t, len(groups))
-            with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
-                yield groups
+        if not groups:
+            yield groups  # replicas in lock-step do every round together
+            continue
+        log.info("iteration %d: train on %d groups", t, len(groups))
+        with trace.span("micro-batch", t, groups=len(groups), tokens=sum(g.num_tokens for g in groups)):
+            yield groups
 
 
 def lead(trainer: Trainer, leader: Leader | None, act: Callable[..., None], *args: Any) -> None:

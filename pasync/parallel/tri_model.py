@@ -141,7 +141,8 @@ class TriModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the Hugging Face checkpoint, whole tensor) of every weight of the policy; a tied head is not listed twice.
 
-        Runs on rank 0, inside `Ranks.on_first` with `calls`: where the policy is cut, each chunk is a collective.
+        Runs on rank 0, inside `Ranks.on_first` with `calls`: where the policy is cut, each chunk is a collective. A tensor is the parameter
+        itself or one of its own, so it stays as it is until the next step.
         """
         alone = self.mesh.pipeline.size == self.mesh.tensor.size == 1 and not self.lock_step
         for i in range(len(self._chunks)):

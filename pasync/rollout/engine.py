@@ -42,6 +42,8 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """Methods added to every vLLM worker; called by name through `collective_rpc`."""
 
+    _pasync: WeightReceiver | None = None
+
     def pasync_join(self, join: str) -> None:
         """Enter the weight-transfer group; `join` is the Join message's fields as JSON."""
         worker: Any = self
@@ -53,16 +55,18 @@ class WorkerExtension:
 
     def pasync_leave(self) -> None:
         """Leave the group of the last join, if there was one."""
-        if receiver := self.__dict__.pop("_pasync", None):
-            receiver.group.close()
+        if self._pasync:
+            self._pasync.group.close()
+        self._pasync = None
 
     def pasync_receive(self, with_sum: bool) -> int | None:
         """Load one version; with `with_sum`, answer the checksum of all weights now held."""
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model, receiver = self.model_runner.get_model(), self._pasync  # type: ignore[attr-defined]
+        assert receiver is not None
         try:
             with torch.no_grad():
-                model.load_weights(self._pasync.receive())
-                return checksum(p.to(self._pasync.dtype) for p in model.parameters()) if with_sum else None
+                model.load_weights(receiver.receive())
+                return checksum(p.to(receiver.dtype) for p in model.parameters()) if with_sum else None
         except Exception:
             self.pasync_leave()  # or others might wait for this worker
             raise

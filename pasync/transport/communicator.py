@@ -62,6 +62,24 @@ class TorchCommunicator:
         del self._group
 
 
+class HcclCommunicator:
+    """vllm-ascend's PyHcclCommunicator."""
+
+    def __init__(self, made: Any) -> None:
+        self._made = made
+
+    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
+        """Put on the stream: bring rank `src`'s tensor to all others."""
+        self._made.broadcast(tensor, src, stream)
+
+    def abort(self) -> None:
+        """HCCL cannot: it goes on until HCCL_EXEC_TIMEOUT."""
+
+    def close(self) -> None:
+        """Free what the group holds of the device, which has room for few of them."""
+        self._made.hccl.hcclCommDestroy(self._made.comm)
+
+
 def communicator(kind: str, store: dist.Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Communicator:
     """Enter a group of `world_size` processes that meet at `store`; blocks until all are there.
 
@@ -83,17 +101,7 @@ def communicator(kind: str, store: dist.Store, rank: int, world_size: int, devic
                 self.store.set("root id", bytes(obj))
             return type(obj).from_buffer_copy(self.store.get("root id"))
 
-    class Hccl(PyHcclCommunicator):  # type: ignore[misc]
-        """The same, as a `Communicator`."""
-
-        def abort(self) -> None:
-            """HCCL cannot: it goes on until HCCL_EXEC_TIMEOUT."""
-
-        def close(self) -> None:
-            """Free what the group holds of the device, which has room for few of them."""
-            self.hccl.hcclCommDestroy(self.comm)
-
-    made = Hccl(Meeting(rank=rank, world_size=world_size, store=store), device)
+    made = PyHcclCommunicator(Meeting(rank=rank, world_size=world_size, store=store), device)
     if made.disabled or not made.available:
         raise WeightSyncError("HCCL could not be loaded (libhccl.so, or HCCL_SO_PATH): its communicator would send nothing, in silence")
-    return made  # type: ignore[no-any-return]
+    return HcclCommunicator(made)

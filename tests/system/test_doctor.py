@@ -13,7 +13,7 @@ from harness import ROOT, TINY
 from pasync.model import prepare
 from pasync.processes import all_in_run
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(700)]
 NAMES = (
     "configuration", "python", "packages", "companions", "devices", "ports", "shared-memory", "broadcast",
     "model", "memory", "disk", "prompts", "reward", "server",
@@ -24,7 +24,7 @@ def doctor(tmp_path, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
     """(exit code, {check: (level, text)}); one line each, nothing else, and no process left."""
     command = [sys.executable, "-m", "pasync.doctor", str(TINY), *overrides]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=350, env=env, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=650, env=env, cwd=tmp_path)
     assert done.stderr == "" and not [p for name in ("server", "broadcast") for w in tmp_path.glob("*") for p in all_in_run(str(w / name))]
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert tuple(name for _, name, _ in lines) == NAMES

@@ -146,7 +146,7 @@ def test_an_interrupted_run_continues_to_the_same_weights(recorded, tmp_path):
     assert distance(other, whole) < 1e-5  # other sums of the same terms, and AdamW amplifies the rounding of small gradients
 
 
-@pytest.mark.parametrize("cut", [("parallel.pipeline=2",), ("parallel.tensor=2",)])
+@pytest.mark.parametrize("cut", [("parallel.pipeline=2",), ("parallel.tensor=2",), ("parallel.data=fsdp",)])
 def test_servers_compute_with_the_weights_of_a_cut_model(tmp_path, cut):
     """Each sync is checked: sum over all weights, and log-probs of a probe; and the log-probs of what was sampled."""
     run = tmp_path / "run"

@@ -128,7 +128,7 @@ def test_greedy_tokens_and_log_probs_after_a_sync_from_any_layout_are_those_of_t
     tiny_config(run, model, "float32", batch_groups=8)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
     command = [*torchrun, str(Path(__file__).with_name("every_layout.py")), str(run), address, str(model)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PASYNC_RUN_ID": str(run), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PASYNC_RUN_ID": str(run)}
     with server(run, address):
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -110,19 +110,11 @@ def test_a_container_with_little_shared_memory_is_told(monkeypatch):
         assert line.level == level and "--shm-size" in line.text
 
 
-def test_a_sick_npu_is_named(tmp_path, monkeypatch):
-    rows = "".join(
-        f"| {i}     910B3               | {state:<13} | 90.1        47                0    / 0             |\n"
-        "| 0                         | 0000:C1:00.0  | 0           0    / 0          3306 / 65536         |\n"
-        for i, state in ((0, "OK"), (1, "Alarm"))
-    )
-    (tmp_path / "npu-smi").write_text(f"#!/bin/sh\ncat <<END\n{rows}END\n")
-    (tmp_path / "npu-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1")
+def test_devices_that_are_left_out_or_cannot_be_used_are_told(monkeypatch):
+    monkeypatch.setattr(checks.devices, "left_out", lambda kind: [f"left out {kind} 3: health Alarm"])
+    monkeypatch.setattr(checks.devices, "device_problems", lambda kind: ["ASCEND_RT_VISIBLE_DEVICES=9: npu 9 is not there"])
     lines = list(checks.accelerators("npu", None))
-    assert fail("NPU 1 is Alarm; leave it out of ASCEND_RT_VISIBLE_DEVICES") in lines
-    assert not any("NPU 0" in text for _, text in lines)
+    assert warn("left out npu 3: health Alarm") in lines and fail("ASCEND_RT_VISIBLE_DEVICES=9: npu 9 is not there") in lines
 
 
 def test_a_configuration_that_the_launcher_would_refuse_fails(tmp_path, config):

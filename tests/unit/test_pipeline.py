@@ -189,7 +189,7 @@ def watch(policy: Stage) -> list[int]:
         if arrived[0] % count == 0:
             held.append(held[-1] - 1)
 
-    policy.register_forward_hook(began)
+    policy.model.rotary_emb.register_forward_hook(began)  # once in every pass, not again where layers are computed again
     for weight in policy.parameters():
         weight.register_post_accumulate_grad_hook(added)
     return held
