@@ -59,7 +59,9 @@ def try_layout(i: int, ranks: Ranks, config: Config, run: Path, model: Path, pro
     def give_and_ask() -> None:
         assert producer is not None
         producer.muster()
-        WeightSender(config, producer, trainer.models.shapes, "cpu").publish(trainer.models.weights(), i)
+        sender = WeightSender(config, producer, trainer.models.shapes, "cpu")
+        sender.publish(trainer.models.weights(), i)
+        sender.close()
         producer.admit(i)
         prompts = [Prompt(n, tuple(tokenizer(text).input_ids), text, {"answer": ""}) for n, text in enumerate(TEXTS)]
         greedy = [g.responses[0].token_ids.tolist() for g in generated(producer, prompts, i, Sampling(1, 0.0, 12))]

@@ -27,8 +27,9 @@ import os, sys
 from pasync import launch
 from pasync.supervisor import Command
 def commands(placement, run):
-    server = Command("server-0", [sys.executable, "-c", sys.argv[2]], restarts=int(os.environ.get("RESTARTS", "0")))
-    return [server, Command("ranks", [sys.executable, *sys.argv[3:]])]
+    argv, restarts = [sys.executable, "-c", sys.argv[2]], int(os.environ.get("RESTARTS", "0"))
+    servers = [Command(f"server-{i}", argv, restarts=restarts) for i in range(int(os.environ.get("SERVERS", "1")))]
+    return [*servers, Command("ranks", [sys.executable, *sys.argv[3:]])]
 config = launch.load(sys.argv[1])
 sys.exit(launch.launch(config, launch.placed(config, False), commands))
 """
@@ -225,6 +226,13 @@ def test_a_server_that_dies_is_started_again_and_the_run_goes_on(config_file: Pa
     assert code == 0 and [line for line in lines if "is started again" in line and "server-0" in line][1].startswith(
         "server-0 is started again, 0 restarts are left: exit code "
     )
+
+
+def test_servers_that_die_at_the_same_time_are_all_started_again(config_file: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SERVERS", "4")
+    server = "while len(pids.read_text().split()) < 4: time.sleep(0.01)\nif started <= 4: os.kill(os.getpid(), 9)\nsignal.pause()"
+    code, lines = restarting(config_file, monkeypatch, 2, server, UNTIL.format(8))
+    assert code == 0 and {line.split()[0] for line in lines if "is started again" in line} == {f"server-{i}" for i in range(4)}
 
 
 def test_what_is_left_of_a_dead_server_is_ended_before_it_is_started_again(config_file: Path, monkeypatch) -> None:

@@ -282,6 +282,19 @@ def test_a_silent_server_ends_a_run_that_restarts_none(tmp_path, address):
     server.close()
 
 
+def test_without_restarts_a_lost_connection_may_come_back_until_the_server_counts_as_silent(tmp_path, address):
+    server = ScriptedServer(address, 0)
+    with mustered(config(tmp_path, "rollout.max_restarts=0"), address) as producer:
+        server.close()
+        assert producer.failure(wait_s=0.5) is None  # five heartbeats
+        back = ScriptedServer(address, 0)  # its second Hello is dropped, its connection is used
+        wait_until(lambda: producer.dropped_frames == 1)
+        producer.submit(prompts(1), 0, SAMPLING)
+        back.finish(back.next(Generate))
+        assert take(producer).group_id == 0
+    back.close()
+
+
 @pytest.mark.parametrize("how", ["silent", "disconnected", "failed", "replaced"])
 @pytest.mark.parametrize("policy", ["fifo", "longest_first"])
 def test_groups_of_a_lost_server_go_to_the_others_and_come_back_once(tmp_path, address, how, policy):

@@ -1,6 +1,9 @@
 """Weights to servers that die meanwhile: real sockets and real transfer groups, servers on threads of this process."""
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +16,14 @@ from test_producer import SAMPLING, ScriptedServer, config, prompts, take, wait_
 from torch import Tensor
 from workers import free_port
 
-from pasync.errors import RolloutError
+from pasync import leader
+from pasync.errors import Preempted, RolloutError
 from pasync.leader import Publisher
-from pasync.messages import Generate, Join, Joined, Probe, Probed, Stop, Sync, Synced, Unsynced, float_bytes, pack
+from pasync.messages import Failed, Generate, Join, Joined, Probe, Probed, Stop, Sync, Synced, Unsynced, float_bytes, pack
 from pasync.placement import Placement
+from pasync.preemption import Preemption
 from pasync.rollout.producer import RolloutProducer
+from pasync.transport.broadcast import BroadcastGroup
 from pasync.transport.weights import WeightReceiver, checksum
 
 WEIGHTS = {f"w{i}": torch.randn(400, generator=torch.Generator().manual_seed(i)) for i in range(8)}
@@ -115,6 +121,49 @@ def test_a_restarted_server_enters_a_new_group_with_those_that_stayed(publish):
     wait_until(lambda: len(producer._fleet.present) == 2)
     publisher.publish(1)
     assert producer.names == [servers[0].name, successor.name] and successor.versions == [1] and servers[0].versions[-1] == 1
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_comes_back(publish, monkeypatch):
+    producer, publisher, servers = publish({})
+    publisher.publish(0)
+    servers[0].send(pack(Failed("EngineDeadError", "gone")))
+    wait_until(lambda: not producer._fleet.present)
+    monkeypatch.setattr(leader, "preemption", preemption := Preemption())
+    before = signal.getsignal(signal.SIGTERM)
+    preemption.listen()
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(Preempted):
+            publisher.publish(0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_whoever_waits_for_one_that_leaves_comes_out_at_once_and_its_thread_ends():
+    limit, cpu = 30, torch.device("cpu")
+    store = BroadcastGroup.open_store("127.0.0.1", 0, 3, limit, is_sender=True)
+    groups: dict[int, BroadcastGroup] = {}
+
+    def enter(rank: int) -> None:
+        groups[rank] = BroadcastGroup("cpu", store.clone(), rank, 3, cpu, limit)
+
+    threads = [threading.Thread(target=enter, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit)
+    waiting = [groups[rank].start(torch.empty(1000)) for rank in (1, 2)]
+    began = time.monotonic()
+    groups[0].close()
+    for work in waiting:
+        with pytest.raises(RuntimeError, match="closed"):
+            work.wait()
+    for rank, group in groups.items():
+        if rank > 0:
+            group.close()
+        group._thread.join(10)
+        assert not group._thread.is_alive()
+    assert time.monotonic() - began < 10
 
 
 def test_a_sync_that_fails_while_nobody_is_lost_is_an_error(publish):
