@@ -228,11 +228,12 @@ def test_a_server_that_dies_is_started_again_and_the_run_goes_on(config_file: Pa
     )
 
 
-def test_servers_that_die_at_the_same_time_are_all_started_again(config_file: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SERVERS", "4")
-    server = "while len(pids.read_text().split()) < 4: time.sleep(0.01)\nif started <= 4: os.kill(os.getpid(), 9)\nsignal.pause()"
-    code, lines = restarting(config_file, monkeypatch, 2, server, UNTIL.format(8))
-    assert code == 0 and {line.split()[0] for line in lines if "is started again" in line} == {f"server-{i}" for i in range(4)}
+def test_servers_that_die_while_others_are_started_again_are_started_again_too(config_file: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SERVERS", "8")
+    server = "while len(pids.read_text().split()) < 8: time.sleep(0.01)\n"
+    server += "if started <= 8: time.sleep(0.02 * (9 - started)); os.kill(os.getpid(), 9)\nsignal.pause()"
+    code, lines = restarting(config_file, monkeypatch, 2, server, UNTIL.format(16))
+    assert code == 0 and {line.split()[0] for line in lines if "is started again" in line} == {f"server-{i}" for i in range(8)}
 
 
 def test_what_is_left_of_a_dead_server_is_ended_before_it_is_started_again(config_file: Path, monkeypatch) -> None:
