@@ -28,7 +28,7 @@ from pasync.batch import Batch
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import Prompt
-from pasync.messages import Generate, Group, GroupDone, Hello, Response, Sampling, Stop, float_bytes, int_bytes, server_name
+from pasync.messages import Generate, Group, GroupDone, Hello, Ping, Response, Sampling, Stop, float_bytes, int_bytes, server_name
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.rollout.producer import RolloutProducer
 from pasync.stream import stream_micro_batches
@@ -49,6 +49,8 @@ async def answer(address: str) -> None:
     channel = TrainerChannel(address, server_name(0, os.getpid()))
     await channel.send(Hello(server=0, pid=os.getpid(), credits=8 * RESPONSES))
     while not isinstance(message := await channel.receive(), Stop):
+        if isinstance(message, Ping):
+            continue
         assert isinstance(message, Generate)
         now = time.time()
         group = Group(message.version, message.group_id, message.prompt_ids, responses, now, now)
