@@ -28,11 +28,11 @@ from pasync.batch import Batch
 from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import Prompt
-from pasync.messages import Generate, Group, GroupDone, Hello, Ping, Response, Sampling, Stop, float_bytes, int_bytes, server_name
+from pasync.messages import Generate, Group, GroupDone, Hello, Ping, Response, Sampling, Stop, float_bytes, int_bytes
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.rollout.producer import RolloutProducer
 from pasync.stream import stream_micro_batches
-from pasync.transport.channel import TrainerChannel
+from pasync.transport.channel import TrainerChannel, server_name
 
 RESPONSES, TOKENS, PROMPT_TOKENS = 16, 512, 128
 WARM_UP = 1000

@@ -298,11 +298,6 @@ class FrameReader:
             raise BadMessage(str(error)) from error
 
 
-def server_name(index: int, pid: int) -> str:
-    """Identity of a server's socket: that of one process, so that what a dead one has said is never taken for its successor's."""
-    return f"server-{index} (pid {pid})"
-
-
 def int_bytes(ids: object) -> bytes:
     """Token ids as int32 bytes."""
     return np.asarray(ids, "<i4").tobytes()

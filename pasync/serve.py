@@ -10,7 +10,6 @@ from pathlib import Path
 
 from pasync.config import Config
 from pasync.configfile import load
-from pasync.messages import server_name
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
 
@@ -23,7 +22,7 @@ async def serve(config: Config, placement: Placement, index: int) -> None:
     from pasync.rewards.pool import RewardPool
     from pasync.rollout.engine import Engine, stop_token_ids
     from pasync.rollout.server import RolloutServer
-    from pasync.transport.channel import Keys, TrainerChannel
+    from pasync.transport.channel import Keys, TrainerChannel, server_name
 
     model = Path(config.model.path)
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -19,11 +19,11 @@ from typing import Any
 
 from pasync.config import Config
 from pasync.errors import RolloutError, error_named
-from pasync.messages import Failed, Freed, Generate, GroupDone, Heartbeat, Hello, Message, Ping, Stop, ToTrainer, Unsynced, server_name
+from pasync.messages import Failed, Freed, Generate, GroupDone, Heartbeat, Hello, Message, Ping, Stop, ToTrainer, Unsynced
 from pasync.observe.console import say
 from pasync.processes import report_lost
 from pasync.rollout.admission import Load, choose, order
-from pasync.transport.channel import ServerChannel
+from pasync.transport.channel import ServerChannel, server_name
 
 log = logging.getLogger(__name__)
 WAKE: Any = object()

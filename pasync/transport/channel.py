@@ -179,6 +179,11 @@ class TrainerChannel:
         self._context.term()
 
 
+def server_name(index: int, pid: int) -> str:
+    """Identity of a server's socket: that of one process, so that what a dead one has said is never taken for its successor's."""
+    return f"server-{index} (pid {pid})"
+
+
 def _is_loopback(address: str) -> bool:
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return ipaddress.ip_address(host).is_loopback

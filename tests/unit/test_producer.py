@@ -37,9 +37,9 @@ from pasync.messages import (
     ToServer,
     Unsynced,
     pack,
-    server_name,
 )
 from pasync.rollout.producer import RolloutProducer
+from pasync.transport.channel import server_name
 
 SAMPLING = Sampling(2, 1.0, 4)
 

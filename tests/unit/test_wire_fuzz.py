@@ -19,10 +19,10 @@ from test_producer import config, prompts, wait_until
 from workers import free_port
 
 from pasync import messages
-from pasync.messages import WIRE_VERSION, Sampling, Sync, Synced, int_bytes, server_name
+from pasync.messages import WIRE_VERSION, Sampling, Sync, Synced, int_bytes
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.server import RolloutServer
-from pasync.transport.channel import TrainerChannel
+from pasync.transport.channel import TrainerChannel, server_name
 
 FRAMES = 10_000
 """At each socket."""
