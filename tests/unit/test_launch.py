@@ -379,6 +379,14 @@ def test_a_run_that_failed_once_is_started_again_and_ends_well(config_file: Path
     assert code == 0 and lines[-1].startswith("done: ") and sum("starting again" in line for line in lines) == 1
 
 
+def test_a_run_that_is_started_again_may_restart_its_servers_as_often_as_the_first(config_file: Path, monkeypatch) -> None:
+    with_checkpoints(config_file, max_restarts=1)
+    server = "if started < 4: os.kill(os.getpid(), 9)\nsignal.pause()"
+    code, lines = restarting(config_file, monkeypatch, 1, server, UNTIL.format(4))
+    assert code == 0 and sum("server-0 is started again, 0 restarts are left" in line for line in lines) == 2
+    assert sum("starting again from the newest checkpoint" in line for line in lines) == 1
+
+
 def test_the_traceback_of_a_failed_rank_comes_before_its_name(config_file: Path) -> None:
     body = RAISES.format(error="TrainingError", run=str(config_file.parent / "run")) + "  [][1]"
     code, lines = ended(start(config_file, FOREVER, "-c", f"from pathlib import Path\n{body}"), config_file)
