@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,11 +32,13 @@ QUICK = ("sync.deadline_s=3", "sync.bucket_bytes=2000", "model.dtype=float32")
 
 
 class ReceivingServer(ScriptedServer):
-    """Takes part in weight transfers; `dies` says at which message, and then it is gone without a word."""
+    """Takes part in weight transfers; `dies` says at which message, and then it is gone without a word; `hangs`: in a sync, for ever."""
 
-    def __init__(self, address: str, index: int, dies: type | None = None, spoils: bool = False, pid: int = 1) -> None:
+    def __init__(
+        self, address: str, index: int, dies: type | None = None, spoils: bool = False, hangs: bool = False, pid: int = 1
+    ) -> None:
         super().__init__(address, index, pid=pid)
-        self.address, self.dies, self.spoils = address, dies, spoils
+        self.address, self.dies, self.spoils, self.hangs = address, dies, spoils, hangs
         self.held: dict[str, Tensor] = {}
         self.versions: list[int] = []
         self._receiver: WeightReceiver | None = None
@@ -50,6 +53,8 @@ class ReceivingServer(ScriptedServer):
                     received.close()
                 self._leave()
                 return self.close()
+            if isinstance(message, Sync) and self.hangs:
+                continue
             try:
                 self._answer(message)
             except (RuntimeError, TimeoutError) as error:
@@ -111,6 +116,17 @@ def test_a_server_that_dies_during_a_sync_leaves_it_to_the_others(publish, dies,
     producer.submit(prompts(4), 5, SAMPLING)
     assert sorted(take(producer, 5).group_id for _ in range(4)) == [0, 1, 2, 3]
     assert publisher.publish(6) == 0.0 and servers[victim].versions in ([], [5])
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_server_that_hangs_in_a_sync_is_given_up_while_broadcasts_still_wait_for_it(publish, monkeypatch, victim):
+    monkeypatch.setitem(WEIGHTS, "w0", torch.randn(4 << 20))  # more than the kernel keeps for the one that does not read
+    monkeypatch.setattr(sys.modules[__name__], "QUICK", ("sync.deadline_s=3", f"sync.bucket_bytes={32 << 20}", "model.dtype=float32"))
+    producer, publisher, servers = publish(*({"hangs": i == victim} for i in range(3)))
+    assert publisher.publish(5) == 0.0
+    left = [server for i, server in enumerate(servers) if i != victim]
+    assert producer.names == [server.name for server in left]
+    assert all(torch.equal(server.held[name], weight) for server in left for name, weight in WEIGHTS.items())
 
 
 def test_a_restarted_server_enters_a_new_group_with_those_that_stayed(publish):
