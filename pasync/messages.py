@@ -32,6 +32,8 @@ KILLED = ("timeout", "crash", "out of memory")
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+Version = Annotated[int, msgspec.Meta(ge=-1)]
+"""Which weights; -1: those that a server has loaded itself."""
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +73,8 @@ class Response(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One prompt and its K responses: the unit that is generated, queued, recorded and trained on."""
 
-    version: Natural
-    """Version of the weights that sampled it."""
+    version: Version
+    """Of the weights that sampled it."""
     group_id: Natural
     """Position of the prompt in the batch of its iteration."""
     prompt_ids: bytes
@@ -130,7 +132,7 @@ class Join(Message, frozen=True, tag="join"):
 class Generate(Message, frozen=True, tag="generate"):
     """Trainer: sample one group with weights of `version`."""
 
-    version: Natural
+    version: Version
     group_id: Natural
     prompt_ids: bytes
     """int32 [P]."""

@@ -61,7 +61,7 @@ class RolloutServer:
     def __init__(self, config: Config, index: int, engine: Engine, rewards: RewardPool, tokenizer: Any, channel: TrainerChannel) -> None:
         self.config, self.index, self.engine, self.channel = config, index, engine, channel
         self.rewards, self.tokenizer = rewards, tokenizer
-        self.version = -1
+        self.version: int | None = -1  # None: of no version as a whole
         self._freed = 0  # responses that ended and were not reported yet
 
     async def run(self) -> None:
@@ -141,13 +141,13 @@ class RolloutServer:
         await self.channel.send(Joined())
 
     async def _sync(self, message: Sync) -> None:
-        began, self.version = time.monotonic(), -1
+        began, self.version = time.monotonic(), None
         try:
             total = await self.engine.receive_weights(with_sum=message.with_sum)
         except Exception as error:
             return await self._unsynced(error)
         self.version = message.version
-        await self.channel.send(Synced(self.version, time.monotonic() - began, total))
+        await self.channel.send(Synced(message.version, time.monotonic() - began, total))
 
     async def _unsynced(self, error: Exception) -> None:
         """Another one may be to blame, so stay for the next transfer; with a dead engine the heartbeat ends this server."""

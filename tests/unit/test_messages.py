@@ -106,6 +106,12 @@ def test_messages_of_the_other_side_other_versions_negative_numbers_and_cut_fram
         assert for_trainer(frame) is None
 
 
+def test_the_weights_that_a_server_has_loaded_itself_can_be_asked_for_and_sampled_from():
+    ask = Generate(-1, 0, b"", "", {}, Sampling(1, 1.0, 1))
+    assert FrameReader(ToServer).read(pack(ask)) == ask
+    assert for_trainer(pack(GroupDone(Group(-1, 0, b"", [], 0.0, 0.0), 0))) is not None
+
+
 def test_nesting_that_exhausts_the_decoder_is_dropped():
     assert for_trainer(framed(b"\x82\xa1x" + b"\x91" * 100_000 + b"\x01\xa4type\xa4stop")) is None
 
