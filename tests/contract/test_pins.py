@@ -49,7 +49,7 @@ def test_the_wheels_that_are_read_are_those_of_the_set(wheels):
 
 
 def test_models_are_tested_on_the_transformers_of_the_set():
-    assert requirements((ROOT / "requirements" / "npu-models.txt").read_text().splitlines())["transformers"] == NPU["transformers"]
+    assert requirements((ROOT / "requirements" / "npu-versions.txt").read_text().splitlines())["transformers"] == NPU["transformers"]
 
 
 def test_the_recipe_in_the_readme_installs_these_versions():

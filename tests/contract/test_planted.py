@@ -89,7 +89,6 @@ MISTAKES = {
     "a sampling field": ("SamplingParams(temprature=1.0)", "'temprature'"),
     "a value": ("def f(llm: AsyncLLM):\n    llm.pause_generation(mode='hold')", "'hold' is none of"),
     "a communicator's argument": ("def f(c: PyHcclCommunicator):\n    c.broadcast(1, root=0)", "'src'"),
-    "a rendezvous": ("StatelessProcessGroup.create('localhost', 1, 0, 2, timeout=3)", "'timeout'"),
     "a constructor that a class of ours takes over": (
         "class Meeting(StatelessProcessGroup):\n    pass\nMeeting(rank=0, size=2, store=3)",
         "'world_size'",
