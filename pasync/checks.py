@@ -103,7 +103,7 @@ def accelerators(kind: str, count: int | None) -> Iterator[Finding]:
     elif size is None:
         yield fail(f"torch reaches no {kind}; on npu source CANN's set_env.sh, and look at the driver")
     else:
-        yield ok(f"{kind} {', '.join(map(str, ids))}; {_size(size)}" + " each" * (kind != "cpu"))
+        yield ok(f"{kind} {', '.join(map(str, ids))}; {estimate.size_text(size).strip()}" + " each" * (kind != "cpu"))
     yield from map(warn, devices.left_out(kind))
     yield from map(fail, devices.device_problems(kind))
 
@@ -126,7 +126,7 @@ def shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
     """Room for queues and collectives between processes."""
     free, (least, enough) = shutil.disk_usage(folder).free, SHARED_BYTES
     judge = ok if free >= enough else warn if free >= least else fail
-    yield judge(f"{_size(free)} free in {folder}" + "; give the container more, --shm-size=16g" * (free < enough))
+    yield judge(f"{estimate.size_text(free).strip()} free in {folder}" + "; give the container more, --shm-size=16g" * (free < enough))
 
 
 def broadcast(kind: str, run: Path) -> Iterator[Finding]:
@@ -169,8 +169,9 @@ def memory(config: Config, kind: str) -> Iterator[Finding]:
     geometry, size = _geometry(config), devices.memory_bytes(kind) or 0
     machine = estimate.Machine(kind, config.device.count or len(devices.device_ids(kind)), size)
     short = advice.warnings(config, geometry, machine)
-    needed = ", ".join(f"{_size(total)} for the {name}" for name, total in estimate.pools(config, geometry, machine).items())
-    yield from map(warn, short) if short else [ok(f"at most {needed}, of {_size(size)}")]
+    pools = estimate.pools(config, geometry, machine)
+    needed = ", ".join(f"{estimate.size_text(total).strip()} for the {name}" for name, total in pools.items())
+    yield from map(warn, short) if short else [ok(f"at most {needed}, of {estimate.size_text(size).strip()}")]
 
 
 def disk(config: Config) -> Iterator[Finding]:
@@ -273,10 +274,6 @@ def _first_prompt(config: Config) -> Any:
 
     data = config.data.model_copy(update={"train": config.data.train.model_copy(update={"size": 1}), "eval": None})
     return PromptStream(config.model_copy(update={"data": data}), _tokenizer(config)).batch(0)[0]
-
-
-def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / 2**20:.0f} MiB"
 
 
 def _supervised(run: Path, commands: list[Command]) -> None:
