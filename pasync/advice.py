@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pasync.config import Config, Section
+from pasync.config import Config
 from pasync.estimate import Machine, cache_bytes, cache_token_bytes, micro_batch_tokens, needs, pools, size_text, together
 from pasync.geometry import Geometry
+from pasync.sections import Section
 
 
 def report(config: Config, geometry: Geometry, machine: Machine) -> str:

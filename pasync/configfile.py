@@ -17,9 +17,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from pasync.config import Config, DatasetConfig
+from pasync.config import Config
 from pasync.conflicts import conflicts
 from pasync.errors import ConfigError, nearest
+from pasync.sections import DatasetConfig
 
 
 def load(path: str | Path, overrides: list[str] | None = None, further: Callable[[Config], list[str]] = lambda _: []) -> Config:

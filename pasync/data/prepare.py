@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pasync.config import DatasetConfig
 from pasync.data.sources import Row, load_rows
 from pasync.errors import ConfigError
 from pasync.rewards.functions import LONGEST_ANSWER, reference
+from pasync.sections import DatasetConfig
 
 TEMPLATE = "{question}\nReason step by step and put the final answer into \\boxed{{}}."
 """`data.template` for all of them: `math` scores the last box."""

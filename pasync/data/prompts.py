@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pasync.config import Config, DataConfig, DatasetConfig
+from pasync.config import Config
 from pasync.data.sources import Row, load_rows
 from pasync.errors import ConfigError, nearest
+from pasync.sections import DataConfig, DatasetConfig
 
 
 @dataclass(frozen=True)

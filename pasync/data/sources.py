@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pasync.config import DatasetConfig
 from pasync.errors import ConfigError, nearest
+from pasync.sections import DatasetConfig
 
 Scalar = str | int | float | bool | None
 Row = dict[str, Scalar]

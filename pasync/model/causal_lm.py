@@ -9,8 +9,8 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from pasync.config import ModelConfig
 from pasync.model import shared_prompt
+from pasync.sections import ModelConfig
 
 
 def empty_model(config: ModelConfig, folder: Path) -> PreTrainedModel:

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from pasync.config import OptimizerConfig
 from pasync.model.stage import Stage
 from pasync.parallel.mesh import Axis
 from pasync.parallel.optimizer import Copies, ShardedAdamW
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.slices import plan
+from pasync.sections import OptimizerConfig
 
 
 def shard(stage: Stage, axis: Axis, device: torch.device) -> None:

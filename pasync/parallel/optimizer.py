@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pasync import device as devices
-from pasync.config import OptimizerConfig
 from pasync.errors import TrainingError
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.slices import Slot
+from pasync.sections import OptimizerConfig
 
 KEYS = ("master", "exp_avg", "exp_avg_sq")
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pasync.config import OptimizerConfig
 from pasync.parallel.accumulate import ExactSum, FloatSum
 from pasync.parallel.optimizer import Copies, ShardedAdamW
 from pasync.parallel.ranks import Ranks
 from pasync.parallel.slices import plan
+from pasync.sections import OptimizerConfig
 
 
 class ZeroAdamW(ShardedAdamW):

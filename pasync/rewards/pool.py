@@ -24,11 +24,11 @@ from typing import Any
 import psutil
 from pebble import ProcessExpired, ProcessPool
 
-from pasync.config import RewardConfig
 from pasync.errors import ConfigError
 from pasync.messages import KILLED
 from pasync.processes import die_with_parent
 from pasync.rewards.functions import Reward, math_reward, resolve
+from pasync.sections import RewardConfig
 
 START_S = 120.0
 """Longest wait for a first worker that has loaded the reward function."""

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pasync.config import ModelConfig
 from pasync.errors import ConfigError
 from pasync.model.causal_lm import empty_model
 from pasync.model.files import WeightFiles
 from pasync.model.stage import Stage
 from pasync.model.tiny import random_model
+from pasync.sections import ModelConfig
 
 
 def filled(folder: Path, dtype: str = "float32", index: int = 0, count: int = 1) -> Stage:

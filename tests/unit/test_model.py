@@ -25,11 +25,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pasync.config import ModelConfig
 from pasync.errors import ConfigError
 from pasync.model import shared_prompt
 from pasync.model.causal_lm import empty_model
 from pasync.model.tiny import random_model
+from pasync.sections import ModelConfig
 
 FAMILIES = {"qwen2": (Qwen2ForCausalLM, Qwen2Config), "qwen3": (Qwen3ForCausalLM, Qwen3Config), "llama": (LlamaForCausalLM, LlamaConfig)}
 SHAPES = [(7, [3, 5, 2]), (1, [1, 0, 4]), (12, [0, 0]), (5, [6, 6, 6])]

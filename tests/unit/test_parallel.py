@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from workers import run_ranks
 
-from pasync.config import OptimizerConfig
 from pasync.errors import PasyncError, RolloutError, TrainingError
 from pasync.parallel.optimizer import Copies, learning_rate
 from pasync.parallel.ranks import Ranks, naming_lost_ranks
 from pasync.parallel.zero import ZeroAdamW
 from pasync.processes import named_error
+from pasync.sections import OptimizerConfig
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 

@@ -12,13 +12,14 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from pasync.config import Config, DatasetConfig
+from pasync.config import Config
 from pasync.data.prepare import KNOWN, TEMPLATE, main, prepare
 from pasync.data.prompts import PromptStream
 from pasync.data.sources import load_rows
 from pasync.errors import ConfigError
 from pasync.model.tiny import byte_tokenizer
 from pasync.rewards.functions import math_reward
+from pasync.sections import DatasetConfig
 
 ROOT = Path(__file__).parents[2]
 WORKED = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072"

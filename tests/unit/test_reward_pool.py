@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pasync.config import RewardConfig
 from pasync.errors import ConfigError
 from pasync.rewards.pool import RewardPool
+from pasync.sections import RewardConfig
 
 REWARDS = '''
 import os, signal, sys, time, numpy

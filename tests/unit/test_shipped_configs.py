@@ -4,13 +4,13 @@ from pathlib import Path
 import pytest
 
 from pasync import launch
-from pasync.config import DatasetConfig
 from pasync.configfile import load
 from pasync.data.prepare import KNOWN as DATASETS
 from pasync.data.prepare import TEMPLATE
 from pasync.data.tasks import addition, sorting, write
 from pasync.geometry import PUBLISHED, read_geometry
 from pasync.model.prepare import KNOWN, problems
+from pasync.sections import DatasetConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))

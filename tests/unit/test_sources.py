@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pasync.config import DatasetConfig
 from pasync.data.sources import load_rows
 from pasync.errors import ConfigError
+from pasync.sections import DatasetConfig
 
 ROWS = [{"question": "1+1=", "answer": 2, "level": 0.5}, {"question": "2+2=", "answer": 4, "level": 1.5}]
 
