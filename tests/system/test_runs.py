@@ -106,8 +106,8 @@ def test_one_step_off_is_labelled_and_learns_from_the_batch_before(tmp_path):
     assert (run.with_suffix(".console").read_text()).count("OFF-POLICY by 1") == 3
 
 
-def test_refill_trains_on_whole_batches_of_useful_groups_with_several_updates(tmp_path):
-    more = ("algorithm.filter_zero_variance=refill", "algorithm.updates_per_batch=2")
+def test_refill_trains_adapters_on_whole_batches_of_useful_groups_with_several_updates(tmp_path):
+    more = ("algorithm.filter_zero_variance=refill", "algorithm.updates_per_batch=2", "lora.rank=8")
     lines = completed(TINY, tmp_path / "run", *SMALL, *more, "iterations=6", "rollout.source=record")
     assert all(line["policy/trained_groups"] == 8 for line in lines) and sum(line["reward/refilled_groups"] for line in lines) > 0
     for t, line in enumerate(lines):
@@ -115,6 +115,8 @@ def test_refill_trains_on_whole_batches_of_useful_groups_with_several_updates(tm
         assert ids == list(range(8 + line["reward/refilled_groups"]))
     replay(tmp_path / "run", tmp_path / "again", *more, "iterations=6", "rollout.temperature=1", "rollout.replay_order=random")
     assert distance(tmp_path / "again", tmp_path / "run") < 1e-5
+    assert max(line["policy/probe_gap"] for line in lines) < 1e-5  # servers hold the merged weights
+    assert load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").keys()
 
 
 def test_a_run_that_only_samples_keeps_its_groups_and_its_weights(tmp_path):
