@@ -1,6 +1,7 @@
 """DESIGN invariant 2: the gradient of a batch does not depend on arrival order, packing or number of ranks."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +47,19 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tensor:
-    """[parameters] of all ranks: one iteration replayed through the stream, added up, divided."""
-    batch, ranks = None, trainer.ranks
+def replayed(config: Config, ranks: Ranks, run: Path, count: int) -> Iterator[list[Group]]:
+    """One iteration of so many groups replayed through the stream: this rank's."""
+    batch = None
     if ranks.is_first:
         source = ReplayProducer(config, run)
-        source.submit([Prompt(i, (1,), "", {}) for i in range(8)], 0, Sampling(3, 1.0, 8))
+        source.submit([Prompt(i, (1,), "", {}) for i in range(count)], 0, Sampling(3, 1.0, 8))
         batch = Batch(source, 0, iter(()), refills=False)
-    for groups in stream_micro_batches(batch, config, ranks):
+    return stream_micro_batches(batch, config, ranks)
+
+
+def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tensor:
+    """[parameters] of all ranks: one iteration replayed through the stream, added up, divided."""
+    for groups in replayed(config, trainer.ranks, run, count=8):
         trainer.forward_backward([groups])
     gradient = flat_gradient(trainer, divisor(batch_of_groups(), config.algorithm.normalizer))
     trainer.optimizer.gradient.clear()
