@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pasync import device as devices
-from pasync.algorithm.losses import kl_k3, policy_loss
+from pasync.algorithm.objective import Tokens, objective
 from pasync.data.packing import MicroBatch, Part, pack, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.model import shared_prompt
@@ -40,9 +40,11 @@ from pasync.parallel import pipeline as lanes
 from pasync.parallel.pipeline import Pipeline
 from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.parallel.tri_model import encode
+from pasync.sections import AlgorithmConfig
 
 GROUPS, RESPONSES, PROMPT_TOKENS, TOKENS = 8, 8, 64, 64
 REPEATS = 7
+ALGORITHM = AlgorithmConfig(batch_groups=GROUPS, group_responses=RESPONSES, kl_coef=0.1)
 _decoder = msgspec.msgpack.Decoder(list[Part])
 
 
@@ -62,7 +64,7 @@ def some_groups() -> list[Group]:
 def prepared(groups: list[Group]) -> Iterator[bytes]:
     """Micro-batches of one group each."""
     for group in groups:
-        for row in rows([group], budget=1 << 20, normalize_std=True, shared_prompt=True):
+        for row in rows([group], ALGORITHM, budget=1 << 20, shared_prompt=True):
             yield encode(row)
 
 
@@ -98,8 +100,10 @@ class Case:
         pipe.run(prepared(self.groups) if self.axis.is_first else None, loss, temperature=1.0)
 
     def _loss(self, batch: MicroBatch, logp: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-        advantages = batch.advantages[batch.layout.owner]  # [N]
-        return (policy_loss(logp, old, advantages, clip_low=0.2, clip_high=0.2) + 0.1 * kl_k3(logp, reference)).sum()
+        tokens = Tokens(
+            logp, torch.zeros_like(old), old, reference, batch.engine_logprobs, batch.credit, batch.layout.owner, batch.lengths
+        )
+        return objective(ALGORITHM, tokens)[0]
 
 
 def decode(body: bytes) -> MicroBatch:

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from pasync.data.packing import has_gradient
 from pasync.data.prompts import Prompt
 from pasync.errors import RewardError
 from pasync.messages import Group
@@ -93,7 +92,7 @@ class Batch:
                 group = self._source.next_group(self.version, wait=wait)
             if wait:
                 self.waits_s.append(time.perf_counter() - began)
-            if group is None or not (self._drops(group) or (self._refills and not has_gradient(group, kl_coef=0.0))):
+            if group is None or not (self._drops(group) or (self._refills and not _teaches(group))):
                 return group
             self._replace()
         if self.dropped and self.dropped == len(self.arrived()):
@@ -115,6 +114,11 @@ class Batch:
         if prompt is not None:
             self.refilled += 1
             self._source.extend([prompt])
+
+
+def _teaches(group: Group) -> bool:
+    """Whether rewards differ, and there is a token to learn from."""
+    return group.num_response_tokens > 0 and len(set(group.rewards)) > 1
 
 
 def require_reward(group: Group) -> None:

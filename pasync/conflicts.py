@@ -79,4 +79,29 @@ def conflicts(config: Config) -> list[str]:
         found.append(f"run.max_restarts={c.run.max_restarts}: nothing to continue from, needs checkpoint.every of at least 1")
     if not c.trains and (c.checkpoint.every or c.schedule == "one_step_off"):
         found.append("rollout.source=only: trains nothing, so set checkpoint.every=0 and schedule=periodic")
+    return found + _of_the_algorithm(c)
+
+
+def _of_the_algorithm(c: Config) -> list[str]:
+    """Choices whose gradient would be wrong, or nothing."""
+    a, found = c.algorithm, []
+    if a.kl_in_loss and a.kl_estimate == "k1":
+        found.append("algorithm.kl_estimate=k1: the gradient of k1 in the loss is zero on average, use k2 or k3, or algorithm.kl_in=reward")
+    if a.kl_in == "reward" and not a.kl_coef:
+        found.append("algorithm.kl_in=reward: there is no KL to put there, set algorithm.kl_coef above 0")
+    if a.kl_in_reward and a.mask_truncated:
+        found.append("algorithm.mask_truncated=true: the KL of a response that is not computed is unknown, use algorithm.kl_in=loss")
+    if a.advantage == "reinforce++" and (a.kl_in_loss or a.entropy_coef):
+        key = "kl_in=loss" if a.kl_in_loss else f"entropy_coef={a.entropy_coef}"
+        found.append(
+            f"algorithm.{key}: algorithm.advantage=reinforce++ divides the one sum of all gradients by the batch's standard deviation, "
+            "which is right for the policy loss only; a KL can go into the reward (algorithm.kl_in=reward)"
+        )
+    if a.loss == "reinforce" and (a.updates_per_batch > 1 or c.schedule == "one_step_off"):
+        key = f"algorithm.updates_per_batch={a.updates_per_batch}" if a.updates_per_batch > 1 else "schedule=one_step_off"
+        found.append(f"{key}: algorithm.loss=reinforce has no ratio to the policy that sampled, use ppo, gspo or cispo")
+    if a.importance != "none" and c.schedule == "one_step_off":
+        found.append(f"algorithm.importance={a.importance}: the ratio of one_step_off is to the servers' log-probs already, set none")
+    if a.overlong_tokens > c.rollout.max_tokens:
+        found.append(f"algorithm.overlong_tokens={a.overlong_tokens}: longer than any response, rollout.max_tokens={c.rollout.max_tokens}")
     return found

@@ -8,6 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Dtype = Literal["float32", "bfloat16"]
 Kind = Literal["auto", "cpu", "cuda", "npu"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce++"]
+PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
+Normalizer = Literal["sequence", "token", "constant"]
+KlEstimate = Literal["k1", "k2", "k3"]
 
 
 class Section(BaseModel):
@@ -148,9 +152,12 @@ class AlgorithmConfig(Section):
     left out, and more prompts are sampled until B useful groups are there (dynamic sampling, DAPO)."""
     refill_limit: int | None = Field(None, ge=1)
     """Most extra prompts of one iteration with `refill`; then the batch stays smaller. Unset means 3 B."""
-    normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation (GRPO); False for Dr. GRPO."""
-    normalizer: Literal["sequence", "token", "constant"] = "token"
+    advantage: Advantage = "grpo"
+    """Credit of a response among those to the same prompt; formulas of this and the following keys are in docs/algorithms.md."""
+    loss: PolicyLoss = "ppo"
+    """`ppo` clips the ratio of each token to the old policy, `gspo` that of each response; `cispo` clips it, but leaves every token its
+    gradient; `reinforce` uses no ratio. They only differ from the second update of a batch on, or off-policy."""
+    normalizer: Normalizer = "token"
     """What the summed loss is divided by: `sequence` means of token means (GRPO), `token` all tokens (DAPO),
     `constant` responses x max_tokens (Dr. GRPO)."""
     clip_low: float = Field(0.2, ge=0, lt=1)
@@ -158,7 +165,22 @@ class AlgorithmConfig(Section):
     clip_high: float = Field(0.2, ge=0)
     """Ratio to the old policy is clipped above 1 + clip_high."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 KL estimate to the starting model, added to the loss; 0 holds no reference model."""
+    """Weight of the KL estimate to the starting model; 0 holds no reference model."""
+    kl_estimate: KlEstimate = "k3"
+    """`k2` in the loss and `k1` in the reward have the gradient of the KL itself, `k3` in the loss that of the KL the other way round."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add it to each token's loss, or subtract its sum over a response from the reward before advantages are taken."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy at each token, subtracted from its loss."""
+    overlong_tokens: int = Field(0, ge=0)
+    """Over the last so many tokens before `rollout.max_tokens` a response loses up to 1 of its reward (soft punishment, DAPO)."""
+    mask_truncated: bool = False
+    """Responses cut at `max_tokens` count in their group's baseline, but are not trained on and not counted in the denominator (DAPO)."""
+    importance: Literal["none", "token", "response"] = "none"
+    """Weigh each token's loss by the ratio of the trainer's to the server's probability, of the token or of its whole response (truncated
+    importance sampling)."""
+    importance_cap: float = Field(2.0, gt=0)
+    """Largest such weight."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """When log-probs, loss or gradient are not finite, the micro-batches that cause it are found and their groups kept in the run folder.
     Then `raise` ends the run; `skip` computes the batch again without their gradient (their tokens stay in the denominator)."""
@@ -168,6 +190,21 @@ class AlgorithmConfig(Section):
     """An iteration whose mean KL to the starting model exceeds it ends the run; unset: no alarm."""
     tri_model: Literal["needed", "always"] = "needed"
     """`always` holds policy, old policy and reference and computes all three in one pass, even those whose log-probs are known."""
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether each token's loss has a KL term."""
+        return self.kl_coef > 0 and self.kl_in == "loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether advantages depend on log-probs, so that only the trainer can know them."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
+    @property
+    def equal_rewards_teach(self) -> bool:
+        """Whether a group of equal rewards has a gradient."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
 
 
 class OptimizerConfig(Section):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from pasync.algorithm.overlong import shaped
 from pasync.batch import Batch
 from pasync.config import Config
 from pasync.data.packing import has_gradient
@@ -47,7 +48,7 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
     given = [0] * ranks.mesh.data.size  # tokens of each replica so far
 
     def cost(group: Group) -> int:
-        return group.num_tokens if has_gradient(group, kl_coef=config.algorithm.kl_coef) else 0
+        return group.num_tokens if has_gradient(group, config.algorithm) else 0
 
     def next_round() -> bytes:
         assert batch is not None
@@ -57,7 +58,7 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
             group = batch.take(wait=not held)
             if group is None:
                 break
-            held.append(group)
+            held.append(shaped(group, config.rollout.max_tokens, config.algorithm.overlong_tokens))
         shares, held[:] = share(held, given, config.parallel.micro_batch_tokens, cost)
         for rank, part in enumerate(shares):
             given[rank] += sum(map(cost, part))

@@ -15,9 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pasync import device as devices
-from pasync.algorithm.losses import clipped, denominator, kl_k3, policy_loss, token_weights
+from pasync.algorithm.advantages import batch_scale, group_advantages
+from pasync.algorithm.kl import kl_estimate
+from pasync.algorithm.losses import denominator
+from pasync.algorithm.objective import STATISTICS, Tokens, objective
+from pasync.algorithm.responses import response_sums
 from pasync.config import Config
-from pasync.data.packing import MicroBatch, Part, has_gradient, rows
+from pasync.data.packing import MicroBatch, Part, counts, has_gradient, rows
 from pasync.errors import TrainingError
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.parallel.fsdp import FullyShardedAdamW
@@ -27,7 +31,10 @@ from pasync.parallel.tri_model import EMPTY, LogProbs, TriModel, encode, group_i
 from pasync.parallel.zero import ZeroAdamW
 from pasync.rollout.recording import Recording, record
 
-STATISTICS = ("responses", "tokens", "trained_tokens", "trained_groups", "loss", "kl", "entropy", "gap", "clipped")
+TOTALS = ("responses", "tokens", "trained_groups")
+"""Of a batch, known on the first stage."""
+ENGINE = ("policy/engine_logprob_gap", "policy/engine_ratio", "policy/engine_sample_frac", "policy/engine_capped_frac")
+"""Metrics taken before any step on a batch: later they would be the policy's own change."""
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +79,7 @@ class Trainer:
         """
         began = time.perf_counter()
         metrics = self._step(iteration)
-        gap = metrics["policy/engine_logprob_gap"]  # before any step: later it would be the policy's own change
+        engine = {key: metrics[key] for key in ENGINE}
         for _ in range(1, self.config.algorithm.updates_per_batch):
             self._first = False
             self._pass(iter(self._kept) if self.mesh.pipeline.is_first else None)
@@ -83,7 +90,7 @@ class Trainer:
         self.models.refresh_old()
         metrics["policy/skipped_micro_batches"] = self._skipped
         self._start_batch()
-        return metrics | {"policy/engine_logprob_gap": gap, "time/train_s": slowest, "time/mean_train_s": mean}
+        return metrics | engine | {"time/train_s": slowest, "time/mean_train_s": mean}
 
     def _step(self, iteration: int) -> dict[str, float]:
         """As `_step_if_finite`; what is not finite is left out, or raised."""
@@ -104,7 +111,7 @@ class Trainer:
         """
         sums = self._totals | {name: value.item() for name, value in self._sums.items()} | {"trained_tokens": self._trained_tokens}
         # every shard computes the same numbers
-        total = self.ranks.sum({name: sums[name] if self.mesh.tensor.is_first else 0.0 for name in STATISTICS})
+        total = self.ranks.sum({name: value if self.mesh.tensor.is_first else 0.0 for name, value in sums.items()})
         if wrong := [name for name, value in total.items() if not math.isfinite(value)]:
             raise TrainingError(f"iteration {iteration}: sums over the batch are not finite: {', '.join(wrong)}")
         algorithm = self.config.algorithm
@@ -113,7 +120,7 @@ class Trainer:
             responses=int(total["responses"]),
             tokens=int(total["tokens"]),
             max_tokens=self.config.rollout.max_tokens,
-        )
+        ) * batch_scale(algorithm.advantage, total["squared_advantages"], int(total["responses"]))
         lr = learning_rate(self.config.optimizer, iteration, self.config.iterations)
         norm = self.optimizer.step(lr=lr, divisor=divisor)
         self._start_sums()
@@ -123,6 +130,9 @@ class Trainer:
             "policy/kl": total["kl"] / trained,
             "policy/entropy": total["entropy"] / trained,
             "policy/engine_logprob_gap": total["gap"] / trained,
+            "policy/engine_ratio": total["ratios"] / trained,
+            "policy/engine_sample_frac": total["ratios"] ** 2 / (total["squared_ratios"] or math.nan) / trained,
+            "policy/engine_capped_frac": total["capped"] / trained,
             "policy/clipped_frac": total["clipped"] / trained,
             "policy/trained_groups": total["trained_groups"],
             "optimizer/lr": lr,
@@ -212,11 +222,11 @@ class Trainer:
         """Micro-batches of the groups that have a gradient."""
         algorithm = self.config.algorithm
         for groups in self._timed(rounds):
-            self._totals["responses"] += sum(len(g.responses) for g in groups)
-            self._totals["tokens"] += sum(g.num_response_tokens for g in groups)
-            useful = [g for g in groups if has_gradient(g, kl_coef=algorithm.kl_coef)]
+            lengths = [len(r.ids) // 4 for g in groups for r in g.responses if counts(r, algorithm)]
+            useful = [g for g in groups if has_gradient(g, algorithm)]
+            for name, more in zip(TOTALS, (len(lengths), sum(lengths), len(useful)), strict=True):
+                self._totals[name] += more
             self._groups |= {g.group_id: g for g in useful}
-            self._totals["trained_groups"] += len(useful)
             for body in self.models.in_step([encode(row) for row in self._rows(useful)]):
                 self._kept.append(body)
                 yield body
@@ -233,8 +243,8 @@ class Trainer:
         for together in [[g] for g in groups] if self.exact else [groups]:
             yield from rows(
                 together,
+                self.config.algorithm,
                 budget=self.config.parallel.micro_batch_tokens,
-                normalize_std=self.config.algorithm.normalize_std,
                 shared_prompt=self.config.model.shared_prompt,
             )
 
@@ -242,23 +252,36 @@ class Trainer:
         self.models.run(bodies, self._loss, temperature=self.config.rollout.temperature)
 
     def _loss(self, batch: MicroBatch, logps: LogProbs) -> Tensor:
-        """The summed, weighted token losses of a micro-batch; adds to the statistics (without moving them off the device)."""
-        algorithm, owner, logp = self.config.algorithm, batch.layout.owner, logps.policy
-        old, advantages = self._old_logprobs(batch, logps), batch.advantages[owner]  # [N], [N]
-        clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-        loss = policy_loss(logp, old, advantages, **clip)
-        if algorithm.kl_coef:
-            assert logps.reference is not None
-            kl = kl_k3(logp, logps.reference)
-            loss = loss + algorithm.kl_coef * kl
-            self._sums["kl"] += kl.detach().sum()
-        weighted = (loss * token_weights(batch.lengths, owner, algorithm.normalizer)).sum()
-        self._sums["loss"] += weighted.detach()
-        self._sums["entropy"] += logps.entropy.sum()
-        self._sums["gap"] += (logp.detach() - batch.engine_logprobs).abs().sum()
-        self._sums["clipped"] += clipped(logp.detach(), old, advantages, **clip).sum()
+        """The objective of a micro-batch; adds to the statistics (without moving them off the device)."""
+        old = self._old_logprobs(batch, logps)  # [N]
+        advantages = self._advantages(batch, old, logps.reference)  # [S]
+        if batch.forward_only:
+            return logps.policy
+        tokens = Tokens(
+            logps.policy, logps.entropy, old, logps.reference, batch.engine_logprobs, advantages, batch.layout.owner, batch.lengths
+        )
+        loss, sums = objective(self.config.algorithm, tokens)
+        for name, value in sums.items():
+            self._sums[name] = self._sums[name] + value
         self._trained_tokens += len(old)
-        return weighted
+        return loss
+
+    def _advantages(self, batch: MicroBatch, old: Tensor, reference: Tensor | None) -> Tensor:
+        """[S] of every response; with the KL in the reward of the group's rewards less what its responses, seen so far, cost in KL."""
+        a, place = self.config.algorithm, 0
+        if not a.kl_in_reward:
+            return batch.credit
+        assert reference is not None
+        costs = response_sums(kl_estimate(old, reference, a.kl_estimate), batch.layout.owner, len(batch.lengths))  # [S]
+        mine = torch.stack([batch.credit - a.kl_coef * costs, batch.lengths])  # [2, S] float32
+        found = [mine[0, :0]]
+        for part in batch.parts:
+            count = len(part.responses)
+            whole = self._returns.setdefault(part.group_id, mine.new_zeros(2, a.group_responses))  # [2, K]
+            whole[:, part.first : part.first + count] = mine[:, place : place + count]
+            found.append(group_advantages(whole[0], whole[1], a.advantage)[part.first : part.first + count])
+            place += count
+        return torch.cat(found)
 
     def _old_logprobs(self, batch: MicroBatch, logps: LogProbs) -> Tensor:
         """[N] under the weights that sampled: the old policy's if it is held, else those of the first pass over the batch."""
@@ -275,7 +298,8 @@ class Trainer:
         return self._old[-1].to(logps.policy.device)
 
     def _start_batch(self) -> None:
-        self._totals = {"responses": 0.0, "tokens": 0.0, "trained_groups": 0.0}
+        self._totals = dict.fromkeys(TOTALS, 0.0)
+        self._returns: dict[int, Tensor] = {}  # with the KL in the reward, of each group: rewards less KL, and lengths, [2, K]
         self._groups: dict[int, Group] = {}  # on the first stage, by number, those with a gradient
         self._nonfinite: list[bytes] = []  # micro-batches left out, on the first stage
         self._skipped = 0  # number of these on all ranks
@@ -287,7 +311,7 @@ class Trainer:
 
     def _start_sums(self) -> None:
         self._trained_tokens = 0
-        self._sums = {name: torch.zeros((), device=self.ranks.device) for name in ("loss", "kl", "entropy", "gap", "clipped")}
+        self._sums = dict.fromkeys(STATISTICS, torch.zeros((), device=self.ranks.device))
 
 
 def require_in_bounds(config: Config, iteration: int, metrics: Mapping[str, float]) -> None:

@@ -12,49 +12,66 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pasync.algorithm.responses import response_sums
+from pasync.sections import Normalizer, PolicyLoss
 
-def policy_loss(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Clipped policy-gradient loss of each token (PPO, arXiv 1707.06347 eq. 7).
 
-    loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A),   ratio = exp(logp - old_logp)
+def policy_loss(
+    kind: PolicyLoss, logp: Tensor, old_logp: Tensor, advantages: Tensor, owner: Tensor, lengths: Tensor, *,
+    clip_low: float, clip_high: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Policy-gradient loss of each token: one of `ppo`, `gspo`, `cispo`, `reinforce` below.
+
+    All have the same gradient, -A grad logp, while the policy is the one that sampled. All are linear in a positive factor of A.
 
     Args:
         logp: [N] log-probs under the policy, with gradient.
         old_logp: [N] log-probs under the policy that sampled, without gradient.
         advantages: [N] advantage of the response that each token belongs to.
+        owner: [N] int64, the response of each token.
+        lengths: [S] int64, tokens of each response.
+        clip_low, clip_high: ratios are clipped to 1 - clip_low .. 1 + clip_high.
 
     Returns:
-        [N] losses, to be weighted and summed.
+        ([N] losses, to be weighted and summed; [N] bool, tokens whose ratio was clipped, which in ppo and gspo costs them their gradient).
     """
-    ratio = torch.exp(logp - old_logp)  # [N]
+    if kind == "reinforce":
+        return reinforce(logp, advantages), torch.zeros_like(logp, dtype=torch.bool)
+    log_ratio = logp - old_logp  # [N]
+    if kind == "gspo":
+        log_ratio = sequence_log_ratio(log_ratio, owner, lengths)
+    ratio = torch.exp(log_ratio)
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kind == "cispo":
+        return cispo(logp, bounded, advantages), bounded != ratio
+    return clipped_surrogate(ratio, bounded, advantages), bounded * advantages < ratio * advantages
+
+
+def clipped_surrogate(ratio: Tensor, bounded: Tensor, advantages: Tensor) -> Tensor:
+    """[N] -min(ratio * A, bounded * A): PPO, arXiv 1707.06347 eq. 7, with the ratio of each token, exp(logp - old_logp)."""
     return -torch.minimum(ratio * advantages, bounded * advantages)
 
 
-def clipped(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """[N] bool: tokens without gradient because their ratio has left the range on the side that their advantage pushes to."""
-    ratio = torch.exp(logp - old_logp)  # [N]
-    return torch.where(advantages > 0, ratio > 1 + clip_high, (ratio < 1 - clip_low) & (advantages < 0))
+def sequence_log_ratio(log_ratio: Tensor, owner: Tensor, lengths: Tensor) -> Tensor:
+    """[N] mean over the response of logp - old_logp, at each of its tokens: GSPO, arXiv 2507.18071 eq. 7.
 
-
-def kl_k3(logp: Tensor, reference_logp: Tensor) -> Tensor:
-    """Non-negative estimate of KL(policy || reference) at each sampled token: exp(d) - d - 1, d = reference - policy.
-
-    http://joschu.net/blog/kl-approx.html. d is bounded at 20, where exp(d) is 5e8: beyond it the estimate grows only linearly,
-    so one token that the policy has all but forgotten cannot make the gradient infinite.
-
-    Args:
-        logp: [N], with gradient.
-        reference_logp: [N], without.
-
-    Returns:
-        [N], at least 0.
+    Clipped as in PPO, a response is kept or left out as a whole. The paper's loss has the normaliser `sequence` and clips at 3e-4 and 4e-4.
     """
-    d = reference_logp - logp  # [N]
-    return torch.exp(d.clamp(max=20.0)) - d - 1
+    means = response_sums(log_ratio, owner, len(lengths)) / lengths.clamp(min=1)  # [S]
+    return means[owner]
 
 
-def token_weights(lengths: Tensor, owner: Tensor, normalizer: str) -> Tensor:
+def cispo(logp: Tensor, bounded: Tensor, advantages: Tensor) -> Tensor:
+    """[N] -bounded * A * logp, with no gradient through the clipped ratio: CISPO, arXiv 2506.13585 eq. 4. No token loses its gradient."""
+    return -bounded.detach() * advantages * logp
+
+
+def reinforce(logp: Tensor, advantages: Tensor) -> Tensor:
+    """[N] -A * logp: REINFORCE (Williams 1992). Right only for samples of the policy itself, so for one update per batch."""
+    return -advantages * logp
+
+
+def token_weights(lengths: Tensor, owner: Tensor, normalizer: Normalizer) -> Tensor:
     """Weight of each token's loss in the sum.
 
     Args:
@@ -70,7 +87,7 @@ def token_weights(lengths: Tensor, owner: Tensor, normalizer: str) -> Tensor:
     return torch.ones(owner.shape, device=owner.device)
 
 
-def denominator(normalizer: str, *, responses: int, tokens: int, max_tokens: int) -> float:
+def denominator(normalizer: Normalizer, *, responses: int, tokens: int, max_tokens: int) -> float:
     """What the summed loss of the whole batch is divided by.
 
     "sequence": responses (GRPO, arXiv 2402.03300); "token": all response tokens (DAPO, arXiv 2503.14476);

@@ -6,7 +6,7 @@ Letters: T packed tokens, N response tokens, S responses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 from pasync.algorithm.advantages import group_advantages
 from pasync.data.layout import Layout, lay_out
 from pasync.messages import Group, Response, int_bytes
+from pasync.sections import AlgorithmConfig
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -25,10 +26,14 @@ class Part(msgspec.Struct, frozen=True):
     """int32 [P]."""
     responses: list[Response]
     """Without text."""
-    advantages: list[float]
-    """[responses] among all responses of the group."""
+    credit: list[float]
+    """[responses] advantages; with the KL in the reward, from which they are taken later, rewards."""
     group_id: int = -1
     """Of the group; -1 of none."""
+    first: int = 0
+    """Place of the first response among those of the group."""
+    forward_only: bool = False
+    """Its log-probs are needed for what comes later; it has no gradient."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -51,36 +56,46 @@ class MicroBatch:
     """[N] int64: the response tokens."""
     lengths: Tensor
     """[S] int64: tokens of each response."""
-    advantages: Tensor
-    """[S] float32."""
+    credit: Tensor
+    """[S] float32: advantages, or rewards (see `Part`)."""
     engine_logprobs: Tensor
     """[N] float32: what the server sampled with."""
+    parts: list[Part]
+    """Where the responses come from."""
 
     @property
     def num_tokens(self) -> int:
         return self.input_ids.numel()
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether no gradient is wanted."""
+        return any(part.forward_only for part in self.parts)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        return MicroBatch(
-            self.layout.to(device),
-            *(x.to(device) for x in (self.input_ids, self.targets, self.lengths, self.advantages, self.engine_logprobs)),
-        )
+        names = ("input_ids", "targets", "lengths", "credit", "engine_logprobs")
+        return replace(self, layout=self.layout.to(device), **{name: getattr(self, name).to(device) for name in names})
 
 
-def rows(groups: Iterable[Group], *, budget: int, normalize_std: bool, shared_prompt: bool) -> Iterator[list[Part]]:
+def rows(groups: Iterable[Group], algorithm: AlgorithmConfig, *, budget: int, shared_prompt: bool) -> Iterator[list[Part]]:
     """What to pack into one row each: groups in the order given, up to `budget` tokens a row.
 
     A group that is larger is cut between responses, and its prompt computed once per piece. Gradients of the pieces add up to the
     group's own: advantages and weights do not depend on the cut. A response alone may exceed the budget.
 
+    With the KL in the reward an advantage needs the log-probs of the whole group. Where it is cut, all pieces but the first go through the
+    models twice: before the first one, without gradient, and again in their turn.
+
     Args:
-        normalize_std: see `group_advantages`.
         shared_prompt: see `lay_out`.
     """
     row: list[Part] = []
     for group in groups:
-        for piece in _pieces(_whole(group, normalize_std), budget, shared_prompt):
+        pieces = list(_pieces(_whole(group, algorithm), budget, shared_prompt))
+        if algorithm.kl_in_reward:
+            yield from ([msgspec.structs.replace(piece, forward_only=True)] for piece in pieces[1:])
+        for piece in pieces:
             if row and _tokens([*row, piece], shared_prompt) > budget:
                 yield row
                 row = []
@@ -104,8 +119,9 @@ def pack(parts: list[Part], *, shared_prompt: bool) -> MicroBatch:
         input_ids=_tensor(ids, "<i4").long(),
         targets=_tensor([r.ids for r in responses], "<i4").long(),
         lengths=torch.tensor([n for part in parts for n in part.lengths], dtype=torch.int64),
-        advantages=torch.tensor([a for part in parts for a in part.advantages], dtype=torch.float32),
+        credit=torch.tensor([a for part in parts for a in part.credit], dtype=torch.float32),
         engine_logprobs=_tensor([r.logprobs for r in responses], "<f4"),
+        parts=parts,
     )
 
 
@@ -114,14 +130,24 @@ def empty_row() -> list[Part]:
     return [Part(int_bytes([0]), [], [])]
 
 
-def has_gradient(group: Group, *, kl_coef: float) -> bool:
+def counts(response: Response, algorithm: AlgorithmConfig) -> bool:
+    """Whether a response takes part in gradient and denominator: all do, or all that were not cut at max_tokens."""
+    return response.ended or not algorithm.mask_truncated
+
+
+def has_gradient(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether a group adds anything to the gradient: equal rewards give zero advantages, empty responses no tokens."""
-    return group.num_response_tokens > 0 and (kl_coef > 0 or len(set(group.rewards)) > 1)
+    differ = algorithm.equal_rewards_teach or len(set(group.rewards)) > 1
+    return differ and any(r.ids and counts(r, algorithm) for r in group.responses)
 
 
-def _whole(group: Group, normalize_std: bool) -> Part:
-    advantages = group_advantages(torch.tensor(group.rewards, dtype=torch.float32), normalize_std=normalize_std)
-    return Part(group.prompt_ids, [msgspec.structs.replace(r, text="") for r in group.responses], advantages.tolist(), group.group_id)
+def _whole(group: Group, algorithm: AlgorithmConfig) -> Part:
+    credit = group.rewards
+    if not algorithm.kl_in_reward:
+        lengths = torch.tensor([len(r.ids) // 4 for r in group.responses])
+        credit = group_advantages(torch.tensor(credit, dtype=torch.float32), lengths, algorithm.advantage).tolist()
+    kept = [(msgspec.structs.replace(r, text=""), c) for r, c in zip(group.responses, credit, strict=True) if counts(r, algorithm)]
+    return Part(group.prompt_ids, [r for r, _ in kept], [c for _, c in kept], group.group_id)
 
 
 def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
@@ -136,7 +162,7 @@ def _pieces(part: Part, budget: int, shared_prompt: bool) -> Iterator[Part]:
 
 
 def _cut(part: Part, start: int, stop: int) -> Part:
-    return Part(part.prompt_ids, part.responses[start:stop], part.advantages[start:stop], part.group_id)
+    return Part(part.prompt_ids, part.responses[start:stop], part.credit[start:stop], part.group_id, part.first + start)
 
 
 def _tokens(parts: list[Part], shared_prompt: bool) -> int:

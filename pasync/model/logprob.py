@@ -72,21 +72,27 @@ class _TokenLogprob(torch.autograd.Function):
             before, peak = peak, peers.max(peak.clone())
             mass, moment, chosen = peers.sum(torch.stack([*_shifted(mass, moment, before - peak), chosen]))
         lse, entropy = peak + mass.log(), mass.log() - moment / mass
-        ctx.save_for_backward(hidden, weight, targets, lse, *kept)
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy, *kept)
         ctx.temperature, ctx.peers = temperature, peers
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # an entropy that no loss uses costs nothing
         return chosen - lse, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse, *kept = ctx.saved_tensors
-        grad = grads[0] / ctx.temperature  # [N]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, entropy, *kept = ctx.saved_tensors
+        grad, of_entropy = (None if g is None else g / ctx.temperature for g in grads)  # [N]
+        grad = torch.zeros_like(lse) if grad is None else grad
         d_hidden = hidden.new_zeros(hidden.shape, dtype=_wide(hidden))
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for (at, block), raw in zip_longest(_blocks(weight, len(targets)), kept):
             logits = _scaled(hidden @ block.T if raw is None else raw, ctx.temperature)  # [N, C]
-            # d logp / d logits = onehot(target) - softmax(logits)
-            d_logits = logits.sub_(lse[:, None]).exp_().mul_(-grad[:, None])
+            # d logp / d logits = onehot(target) - p,  d entropy / d logits = -p (log p + entropy),  p = softmax(logits)
+            d_logits = logits.sub_(lse[:, None])  # log p
+            if of_entropy is None:
+                d_logits = d_logits.exp_().mul_(-grad[:, None])
+            else:
+                p = d_logits.exp()
+                d_logits = d_logits.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(grad[:, None]).mul_(p).neg_()
             inside, column = _column(targets, at, len(block))
             d_logits.scatter_add_(1, column[:, None], torch.where(inside, grad, 0)[:, None])
             narrow = d_logits.to(hidden.dtype)
@@ -114,7 +120,7 @@ def token_logprobs(
             gradient of hidden; this is a collective, and so is its backward pass.
 
     Returns:
-        ([N] log-probs, differentiable in hidden and weight; [N] entropies in nats, not differentiable), float32 (float64 for float64).
+        ([N] log-probs, [N] entropies in nats), both differentiable in hidden and weight, float32 (float64 for float64).
     """
     return _TokenLogprob.apply(hidden, weight, targets, temperature, torch.is_grad_enabled(), peers)
 

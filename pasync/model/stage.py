@@ -99,7 +99,7 @@ class Stage(nn.Module):
             temperature: the sampling temperature.
 
         Returns:
-            ([N] float32 with gradient, [N] float32 without).
+            two of [N] float32, with gradient.
         """
         assert self.lm_head is not None and self.model.norm is not None
         rows = self.model.norm(self._through_layers(batch, hidden)).index_select(0, batch.layout.rows)  # [N, E]

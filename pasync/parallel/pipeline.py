@@ -89,7 +89,9 @@ class Pipeline:
             if isinstance(news, bytes) and len(self._in_flight) < self.limit:
                 news = self._next(source)
                 if isinstance(news, bytes):
-                    self._step_forward(self.decode(news).to(self.device), loss, temperature)
+                    batch = self.decode(news).to(self.device)
+                    with torch.set_grad_enabled(torch.is_grad_enabled() and not batch.forward_only):
+                        self._step_forward(batch, loss, temperature)
             else:
                 self._step_backward()
         if self.axis.size > 1:
@@ -218,8 +220,9 @@ def _make_lanes(axis: Axis, timeout: timedelta) -> tuple[_Lane, _Lane, _Lane]:
             control, forward, backward = made
     before = None if axis.is_first else axis.ranks[axis.index - 1]
     behind = None if axis.is_last else axis.ranks[axis.index + 1]
-    # In a run with gradients no send waits: the stage behind has received all but the P of our newest micro-batches (their gradients
-    # are here), the stage before has, as it can hold no more, all but our P newest gradients. Control sends two tensors for each.
+    # Where each micro-batch has a gradient no send waits: the stage behind has received all but the P of our newest micro-batches (their
+    # gradients are here), the stage before has, as it can hold no more, all but our P newest gradients. Control sends two tensors for each.
+    # After one without gradient a stage may wait for the next to receive it, which does not wait in turn: its gradients never do.
     limit = axis.size
     return (
         _Lane(control, before, behind, 2 * limit),

@@ -45,6 +45,7 @@ class LogProbs:
     old: Tensor | None
     reference: Tensor | None
     entropy: Tensor
+    """With gradient."""
 
 
 @dataclass(frozen=True)

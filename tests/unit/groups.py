@@ -7,6 +7,9 @@ from transformers import PreTrainedModel
 from pasync.data.packing import MicroBatch, pack, rows
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.model.stage import Stage
+from pasync.sections import AlgorithmConfig
+
+GRPO = AlgorithmConfig(batch_groups=1, group_responses=2)
 
 
 def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, rewards: list[float] | None = None, group_id: int = 0,
@@ -22,7 +25,7 @@ def make_group(rng: np.random.Generator, prompt: int, responses: list[int], *, r
 
 def make_batch(groups: list[Group], *, shared_prompt: bool = True) -> MicroBatch:
     """All groups in one row."""
-    [row] = rows(groups, budget=1 << 30, normalize_std=True, shared_prompt=shared_prompt)
+    [row] = rows(groups, GRPO, budget=1 << 30, shared_prompt=shared_prompt)
     return pack(row, shared_prompt=shared_prompt)
 
 

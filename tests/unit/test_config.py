@@ -75,12 +75,41 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("rollout.admission=longest", "Did you mean longest_first?"),
         ("parallel.tensor=2", "parallel.ranks=1: must be a multiple of parallel.pipeline x parallel.tensor=2"),
         ("run.max_restarts=2", "needs checkpoint.every of at least 1"),
+        ("algorithm.advantage=reinforce+", "Did you mean reinforce++?"),
+        ("algorithm.kl_in=reward", "set algorithm.kl_coef above 0"),
+        ("algorithm.overlong_tokens=99", "rollout.max_tokens=16"),
         ("device.nodes=2", "rollout.max_restarts=3: the trainer cannot have a server of another node ended"),
     ],
 )
 def test_impossible_values_are_named(file, override, says):
     with pytest.raises(ConfigError) as caught:
         load(file, [override])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["kl_coef=0.1", "kl_estimate=k1"], "algorithm.kl_estimate=k1: the gradient of k1 in the loss is zero on average"),
+        (["kl_coef=0.1", "kl_in=reward", "mask_truncated=true"], "algorithm.mask_truncated=true: the KL of a response"),
+        (["advantage=reinforce++", "kl_coef=0.1"], "algorithm.kl_in=loss: algorithm.advantage=reinforce++ divides"),
+        (["advantage=reinforce++", "entropy_coef=0.1"], "algorithm.entropy_coef=0.1: algorithm.advantage=reinforce++ divides"),
+        (["loss=reinforce", "updates_per_batch=2"], "algorithm.updates_per_batch=2: algorithm.loss=reinforce has no ratio"),
+    ],
+)
+def test_choices_whose_gradient_would_be_wrong_are_refused(file, overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        load(file, [f"algorithm.{override}" for override in overrides])
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [("loss=reinforce", "schedule=one_step_off: algorithm.loss"), ("importance=token", "the ratio of one_step_off is to the servers'")],
+)
+def test_one_step_off_refuses_what_knows_no_ratio_or_corrects_twice(file, override, says):
+    with pytest.raises(ConfigError) as caught:
+        load(file, ["schedule=one_step_off", f"algorithm.{override}"])
     assert says in str(caught.value)
 
 

@@ -43,6 +43,7 @@ def overrides(ranks: Ranks, data: str, always: bool, updates: int) -> list[str]:
         f"parallel.ranks={ranks.size}", f"parallel.pipeline={mesh.pipeline.size}", f"parallel.tensor={mesh.tensor.size}",
         f"algorithm.tri_model={'always' if always else 'needed'}", f"algorithm.updates_per_batch={updates}", "algorithm.kl_coef=0.1",
         "algorithm.clip_high=0.02", "optimizer.clip_norm=0.05", "optimizer.eps=1e-3", "optimizer.lr=0.01", "algorithm.normalizer=sequence",
+        f"algorithm.kl_in={'loss' if always else 'reward'}", "parallel.micro_batch_tokens=16",  # cuts most groups
     ]  # fmt: skip
 
 

@@ -28,10 +28,11 @@ def test_log_probs_entropy_and_gradients_equal_log_softmax_with_any_block_size(m
     hidden, weight, targets, grad = problem(tokens)
     logp, entropy = token_logprobs(hidden, weight, targets, temperature=0.8)
     expected, expected_entropy = textbook(hidden, weight, targets, 0.8)
-    ours, oracle = (torch.autograd.grad(x, (hidden, weight), grad) for x in (logp, expected))
+    both = [(logp, expected), (entropy, expected_entropy), (logp + 0.3 * entropy.square(), expected + 0.3 * expected_entropy.square())]
     assert torch.allclose(logp, expected, atol=1e-12) and torch.allclose(entropy, expected_entropy, atol=1e-12)
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, oracle, strict=True))
-    assert not entropy.requires_grad
+    for pair in both:
+        ours, oracle = (torch.autograd.grad(x, (hidden, weight), grad, retain_graph=True) for x in pair)
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(ours, oracle, strict=True))
 
 
 def test_no_tokens_have_no_log_probs_and_a_zero_gradient():
@@ -78,12 +79,13 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_of_all_tokens_times_the_vocabulary_is_ever_made(monkeypatch, dtype):
+def test_no_tensor_of_all_tokens_times_the_vocabulary_is_ever_made(monkeypatch, dtype, entropy_coef):
     monkeypatch.setitem(device.LOGITS_BLOCK, "cpu", 256 * 64)
     tokens, vocabulary, size = 256, 4096, 16
     hidden, weight, targets, grad = problem(tokens, vocabulary, size, dtype)
     with Largest() as largest:
-        logp, _ = token_logprobs(hidden, weight, targets, temperature=1.0)
-        logp.backward(grad.to(logp.dtype))
+        logp, entropy = token_logprobs(hidden, weight, targets, temperature=1.0)
+        (logp + entropy_coef * entropy if entropy_coef else logp).backward(grad.to(logp.dtype))
     assert largest.elements == max(256 * tokens, vocabulary * size)  # a block of logits, or the weight's gradient

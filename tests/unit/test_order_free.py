@@ -1,6 +1,7 @@
 """DESIGN invariant 2: the gradient of a batch does not depend on arrival order, packing or number of ranks."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +47,19 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tensor:
-    """[parameters] of all ranks: one iteration replayed through the stream, added up, divided."""
-    batch, ranks = None, trainer.ranks
+def replayed(config: Config, ranks: Ranks, run: Path, count: int) -> Iterator[list[Group]]:
+    """One iteration of so many groups replayed through the stream: this rank's."""
+    batch = None
     if ranks.is_first:
         source = ReplayProducer(config, run)
-        source.submit([Prompt(i, (1,), "", {}) for i in range(8)], 0, Sampling(3, 1.0, 8))
+        source.submit([Prompt(i, (1,), "", {}) for i in range(count)], 0, Sampling(3, 1.0, 8))
         batch = Batch(source, 0, iter(()), refills=False)
-    for groups in stream_micro_batches(batch, config, ranks):
+    return stream_micro_batches(batch, config, ranks)
+
+
+def replayed_gradient(trainer: Trainer, config: Config, run: Path) -> torch.Tensor:
+    """[parameters] of all ranks: one iteration replayed through the stream, added up, divided."""
+    for groups in replayed(config, trainer.ranks, run, count=8):
         trainer.forward_backward([groups])
     gradient = flat_gradient(trainer, divisor(batch_of_groups(), config.algorithm.normalizer))
     trainer.optimizer.gradient.clear()
@@ -107,7 +113,7 @@ def digests(ranks: Ranks, model: Path, run: Path, config: Config) -> set[str]:
 @pytest.mark.timeout(240)
 def test_exact_sums_have_the_same_bits_in_every_order_on_1_2_and_4_ranks(tmp_path, model, run):
     replay = (f"rollout.source=replay:{run}", "rollout.replay_order=random", "parallel.accumulate=exact", "optimizer.clip_norm=0.1")
-    config = small_config(tmp_path, model, *replay)
+    config = small_config(tmp_path, model, *replay, advantage="reinforce++", kl_coef=0.1, kl_in="reward", kl_estimate="k1")
     found = [result for size in (1, 2, 4) for result in run_ranks(digests, size, model, run, config)]
     assert len(found) == 7 and all(len(result) == 2 for result in found)  # one gradient, one set of weights
     assert all(result == found[0] for result in found)

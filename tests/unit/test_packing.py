@@ -1,7 +1,8 @@
+import msgspec
 import numpy as np
 import pytest
 import torch
-from groups import make_batch, make_group
+from groups import GRPO, make_batch, make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 6), min_s
 
 def packed(groups, budget: int, shared: bool = True):
     """All micro-batches."""
-    return [pack(row, shared_prompt=shared) for row in rows(groups, budget=budget, normalize_std=True, shared_prompt=shared)]
+    return [pack(row, shared_prompt=shared) for row in rows(groups, GRPO, budget=budget, shared_prompt=shared)]
 
 
 def whole_sequences(groups):
@@ -56,13 +57,13 @@ def test_rows_keep_to_the_budget_and_hold_every_response_once_with_its_own_advan
     for batch in batches:
         assert batch.num_tokens <= budget or (batch.lengths > 0).sum() <= 1  # alone: nothing to cut
     lengths, advantages, targets, logprobs = (
-        torch.cat([getattr(b, name) for b in batches]) for name in ("lengths", "advantages", "targets", "engine_logprobs")
+        torch.cat([getattr(b, name) for b in batches]) for name in ("lengths", "credit", "targets", "engine_logprobs")
     )
     responses = [r for g in groups for r in g.responses]
     assert lengths.tolist() == [len(r.token_ids) for r in responses]
     assert targets.tolist() == [t for r in responses for t in r.token_ids]
     assert logprobs.tolist() == [x for r in responses for x in r.token_logprobs]
-    assert torch.equal(advantages, torch.cat([group_advantages(torch.tensor(g.rewards), normalize_std=True) for g in groups]))
+    assert torch.equal(advantages, torch.cat([group_advantages(torch.tensor(g.rewards), torch.ones(1), "grpo") for g in groups]))
 
 
 def test_a_group_that_fits_is_never_cut():
@@ -83,9 +84,24 @@ def test_no_groups_make_no_micro_batch():
     assert packed([], 9) == []
 
 
-def test_only_groups_with_unequal_rewards_or_a_kl_term_have_a_gradient():
+@pytest.mark.parametrize("regularizer", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}])
+def test_only_groups_with_unequal_rewards_or_a_regularizer_have_a_gradient(regularizer):
     rng = np.random.default_rng(0)
     equal, mixed = make_group(rng, 3, [2, 2], rewards=[1, 1]), make_group(rng, 3, [2, 2], rewards=[1, 0])
     empty = make_group(rng, 3, [0, 0], rewards=[1, 0])
-    assert [has_gradient(g, kl_coef=0.0) for g in (equal, mixed, empty)] == [False, True, False]
-    assert [has_gradient(g, kl_coef=0.1) for g in (equal, mixed, empty)] == [True, True, False]
+    algorithm = GRPO.model_copy(update=regularizer)
+    assert [has_gradient(g, algorithm) for g in (equal, mixed, empty)] == [bool(regularizer), True, False]
+
+
+def cut_short(group, *places):
+    """The group with these responses cut at max_tokens."""
+    made = [msgspec.structs.replace(r, ended=k not in places) for k, r in enumerate(group.responses)]
+    return msgspec.structs.replace(group, responses=made)
+
+
+def test_masked_responses_count_in_the_baseline_only():
+    group = cut_short(make_group(np.random.default_rng(0), 3, [2, 4, 1], rewards=[1, 0, 0]), 1)
+    masking = GRPO.model_copy(update={"mask_truncated": True, "advantage": "dr_grpo"})
+    [[part]] = rows([group], masking, budget=99, shared_prompt=True)
+    assert part.lengths == [2, 1] and part.credit == pytest.approx([2 / 3, -1 / 3])
+    assert not has_gradient(cut_short(group, 0, 1, 2), masking) and has_gradient(cut_short(group, 0, 1, 2), GRPO)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from workers import run_ranks
 
-from pasync.algorithm.losses import kl_k3
+from pasync.algorithm.kl import kl_estimate
 from pasync.data.packing import MicroBatch
 from pasync.errors import ConfigError, RolloutError
 from pasync.messages import Group
@@ -130,8 +130,8 @@ def decode(body: bytes) -> MicroBatch:
 def loss_of(batch: MicroBatch, logps: list[Tensor], entropy: Tensor) -> Tensor:
     """Not linear, and of all models."""
     policy, (old, *others) = logps[0], (logps[1:] or [logps[0].detach()])
-    loss = (policy - old).exp() * batch.advantages[batch.layout.owner]  # [N]
-    return loss.sum() + sum((0.1 * kl_k3(policy, reference).sum() for reference in others), torch.zeros(()))
+    loss = (policy - old).exp() * batch.credit[batch.layout.owner]  # [N]
+    return loss.sum() + sum((0.1 * kl_estimate(policy, reference, "k3").sum() for reference in others), torch.zeros(()))
 
 
 def source_of(groups: list[list[Group]], case: Case, fails_after: int | None) -> Iterator[bytes]:
@@ -160,7 +160,7 @@ def run_case(case: Case, axis: Axis, replica: int) -> Seen:
 
     def loss(batch: MicroBatch, logps: list[Tensor], entropy: Tensor) -> Tensor:
         seen.logps.append([logp.detach() for logp in logps])
-        seen.entropies.append(entropy)
+        seen.entropies.append(entropy.detach())
         return loss_of(batch, logps, entropy)
 
     pipeline = Pipeline(stages, axis, torch.device("cpu"), slow_decode, deadline_s=DEADLINE_S)

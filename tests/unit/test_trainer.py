@@ -102,6 +102,21 @@ def test_further_updates_of_a_batch_are_ppo_steps_against_the_weights_it_began_w
     assert metrics["policy/clipped_frac"] > 0  # so that the ratio mattered
 
 
+def test_a_cut_group_with_the_kl_in_its_reward_takes_the_same_steps_as_a_whole_one(tmp_path, model, ranks):
+    weights = []
+    for budget in (1 << 10, 12):
+        config = small_config(
+            tmp_path, model, f"parallel.micro_batch_tokens={budget}", "optimizer.lr=0.02", "optimizer.eps=1e-3",
+            updates_per_batch=3, kl_coef=0.3, kl_in="reward", kl_estimate="k1", advantage="opo",
+        )  # fmt: skip
+        trainer = Trainer(config, model, ranks)
+        for _ in range(2):  # in the second batch the policy is not the reference any more
+            trainer.forward_backward([GROUPS])
+            metrics = trainer.optimizer_step(0)
+        weights.append(torch.cat([p.detach().flatten() for p in trainer.models.policy.parameters()]))
+    assert torch.allclose(*weights, atol=2e-5) and metrics["policy/kl"] > 1e-3
+
+
 def test_one_step_off_corrects_by_the_log_probs_that_the_batch_was_sampled_with(tmp_path, model, ranks):
     config = small_config(tmp_path, model, "schedule=one_step_off", "optimizer.lr=0.02", "optimizer.eps=1e-3")
     trainer = Trainer(config, model, ranks)

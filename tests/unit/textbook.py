@@ -24,9 +24,9 @@ def small_config(folder: Path, model: Path | str, *overrides: str, **algorithm: 
     return load(folder / "c.yaml", [*overrides, *(f"algorithm.{k}={v}" for k, v in algorithm.items())])
 
 
-def perturbed(model: torch.nn.Module) -> torch.nn.Module:
+def perturbed(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Moves the policy away from the reference, so that the KL term has a gradient."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=generator)
@@ -35,10 +35,15 @@ def perturbed(model: torch.nn.Module) -> torch.nn.Module:
 
 def logprobs(model: torch.nn.Module, group: Group, k: int) -> torch.Tensor:
     """[R] log-probs of one response, at TEMPERATURE."""
+    return logprobs_and_entropies(model, group, k)[0]
+
+
+def logprobs_and_entropies(model: torch.nn.Module, group: Group, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R] log-probs of one response, [R] entropies, at TEMPERATURE."""
     prompt, response = np.frombuffer(group.prompt_ids, "<i4"), group.responses[k].token_ids
     ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
-    logits = model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    table = (model(ids).logits[0, len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+    return table.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
 def textbook_loss(policy: torch.nn.Module, old: list[torch.Tensor], reference: torch.nn.Module, groups: list[Group], normalizer: str,
