@@ -31,6 +31,7 @@ from pasync.configfile import load, save
 from pasync.errors import ConfigError
 from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
+from pasync.observe import trackers
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
 from pasync.processes import stop_report
@@ -78,7 +79,7 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
         found += devices.device_problems(kind)
     if dry_run:
         return found
-    found += prepare.problems(config) + _missing_data(config)
+    found += prepare.problems(config) + _missing_data(config) + trackers.problems(config)
     geometry, _ = _geometry(config)
     if not geometry:
         return found

@@ -25,6 +25,7 @@ from pasync.messages import Sampling
 from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
 from pasync.observe.trace import Trace
+from pasync.observe.trackers import Trackers
 from pasync.placement import Placement
 from pasync.preemption import preemption
 from pasync.rollout.producer import RolloutProducer
@@ -100,7 +101,8 @@ class Leader:
     ) -> None:
         self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
         self.first = first
-        self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
+        self.trackers = Trackers(config, run, first)
+        self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first, self.trackers)
         self.samples = Samples(run, first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
@@ -191,6 +193,7 @@ class Leader:
             self._publish(t)
             self._evaluate(t)
             self.log.write(t)
+        self.trackers.close()
         checkpoint.export(self.trainer, tokenizer, self.run / "model")
         say(f"final model in {self.run / 'model'}")
 

@@ -230,8 +230,9 @@ def timelines(bands: list[Band], iteration: int | None) -> str:
 
 
 def responses(band: Band) -> str:
-    """Best and worst of the first, the middle and the last batch, and the held-out answers that changed most; of the first run."""
-    samples = read_samples(band.runs[0].folder)
+    """Best and worst of the first, middle and last batch, and the held-out answers that changed most, of the first run with any."""
+    run = next((run for run in band.runs if read_samples(run.folder)), band.runs[0])
+    samples = read_samples(run.folder)
     of_batches = [sample for sample in samples if sample["kind"] != "held-out"]
     numbers = sorted({sample["iteration"] for sample in of_batches})
     picked = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]}) if numbers else []
@@ -240,8 +241,9 @@ def responses(band: Band) -> str:
         _sample(f"held-out problem {first['index']} at {first['iteration']}", first) + _sample(f"the same at {last['iteration']}", last)
         for first, last in most_changed(samples, CHANGED)
     )
-    parts = [f"<h3>{_named(band, 'best and worst')}</h3><div class=pairs>{shown}</div>"] if shown else []
-    parts += [f"<h3>{_named(band, 'changed most')}</h3><div class=pairs>{changed}</div>"] if changed else []
+    who = f"{html.escape(band.label)}, seed {run.config.get('seed')}"
+    parts = [f"<h3>{who}: best and worst</h3><div class=pairs>{shown}</div>"] if shown else []
+    parts += [f"<h3>{who}: changed most</h3><div class=pairs>{changed}</div>"] if changed else []
     return "".join(parts)
 
 
@@ -282,8 +284,8 @@ def _evaluations(runs: list[Run]) -> dict[str, str]:
     return {key: "Held-out accuracy" if key == "eval/accuracy_frac" else f"Held-out {key[5:]}" for key in sorted(keys)}
 
 
-def _named(band: Band, what: str = "") -> str:
-    return ": ".join(filter(None, [f"{band.label}, seed {band.runs[0].config.get('seed')}", what]))
+def _named(band: Band) -> str:
+    return f"{band.label}, seed {band.runs[0].config.get('seed')}"
 
 
 def _last(run: Run, key: str, count: int) -> float | None:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pasync.messages import KILLED, Group
 from pasync.observe.console import progress, say
 from pasync.observe.trace import drop_lines
+from pasync.observe.trackers import Trackers
 
 METRICS = {
     "iteration": "number of the iteration, from 0; the last line only evaluates the final weights",
@@ -178,11 +179,13 @@ class RunLog:
     Args:
         run: folder; metrics.jsonl is appended to. Lines of iterations from `first` on are removed: they are done again.
         devices: how many devices the run uses, for throughput.
+        trackers: get every line, too.
     """
 
-    def __init__(self, run: Path, iterations: int, devices: int, first: int) -> None:
+    def __init__(self, run: Path, iterations: int, devices: int, first: int, trackers: Trackers | None = None) -> None:
         self.path, self.iterations, self.devices = run / "metrics.jsonl", iterations, devices
         self._values: dict[str, float] = {}
+        self._trackers = trackers
         drop_lines(self.path, first)
 
     def add(self, values: dict[str, float]) -> None:
@@ -212,6 +215,8 @@ class RunLog:
         line = {"iteration": iteration, "policy/version": iteration, **{k: _finite(values[k]) for k in METRICS if k in values}}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        if self._trackers:
+            self._trackers.log(line)
         say(_console_line(line, self.iterations))
         progress("training", min(iteration + 1, self.iterations), self.iterations)
         self._values = {}
@@ -238,12 +243,3 @@ def _shown(line: dict[str, float | None], texts: dict[str, str]) -> str:
 def _finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def table() -> str:
-    """METRICS as a Markdown table."""
-    return "| key in metrics.jsonl | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in METRICS.items())
-
-
-if __name__ == "__main__":
-    print(table(), end="")

@@ -62,7 +62,8 @@ def answered(prompt: Prompt, number: int, texts: list[str], rewards: list[float]
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two schedules, three seeds each."""
     place = tmp_path_factory.mktemp("runs")
-    return [run_folder(place / f"{schedule}-{seed}", seed=seed, schedule=schedule) for schedule in ("sync", "periodic") for seed in range(3)]
+    each = [(schedule, seed) for schedule in ("sync", "periodic") for seed in range(3)]
+    return [run_folder(place / f"{schedule}-{seed}", seed=seed, schedule=schedule) for schedule, seed in each]
 
 
 @pytest.fixture(scope="module")
