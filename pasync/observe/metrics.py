@@ -9,13 +9,15 @@ import json
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from pasync.messages import KILLED, Group
-from pasync.observe.console import progress, say
+from pasync.observe.console import progress, say, status
+from pasync.observe.dashboard import SHOWN, STEP_FACTS
 from pasync.observe.trace import drop_lines
 from pasync.observe.trackers import Trackers
 
@@ -185,7 +187,7 @@ class RunLog:
     def __init__(self, run: Path, iterations: int, devices: int, first: int, trackers: Trackers | None = None) -> None:
         self.path, self.iterations, self.devices = run / "metrics.jsonl", iterations, devices
         self._values: dict[str, float] = {}
-        self._trackers = trackers
+        self._trackers, self._rewards = trackers, deque[float](maxlen=SHOWN)
         drop_lines(self.path, first)
 
     def add(self, values: dict[str, float]) -> None:
@@ -218,8 +220,15 @@ class RunLog:
         if self._trackers:
             self._trackers.log(line)
         say(_console_line(line, self.iterations))
+        self._show(line)
         progress("training", min(iteration + 1, self.iterations), self.iterations)
         self._values = {}
+
+
+    def _show(self, line: dict[str, float | None]) -> None:
+        if (reward := line.get("reward/mean")) is not None:
+            self._rewards.append(reward)
+            status(rewards=list(self._rewards), **{key: line.get(f"time/{key}") for key in STEP_FACTS})
 
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
