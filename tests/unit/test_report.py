@@ -104,7 +104,8 @@ def test_values_appear_under_the_pointer_and_within_the_window(page: Page, repor
         page.point_at(f"figure:nth-of-type(2) .at:nth-of-type({place})")
         shown = page.value("(p => p && [p.innerText, p.getBoundingClientRect().left, p.getBoundingClientRect().right])"
                            "([...document.querySelectorAll('.at p')].find(p => getComputedStyle(p).display == 'block'))")  # fmt: skip
-        assert shown and shown[0].startswith(f"iteration {place - 1}\n") and shown[1] >= 0 and shown[2] <= width
+        assert shown and abs(int(shown[0].split()[1]) - (place - 1)) <= 1  # a column is two pixels wide
+        assert shown[0].startswith("iteration") and shown[1] >= 0 and shown[2] <= width
         assert overflow(page) == 0
 
 
