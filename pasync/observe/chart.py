@@ -187,7 +187,8 @@ def _band(curve: Curve, scale: Scale) -> str:
 
 def _line(curve: Curve, scale: Scale) -> str:
     path = _along(((p.x, p.mean) for p in curve.points), scale)
-    return f'<path class="line c{curve.color}" d="M{path}h0"/>'  # h0: a single point is a dot
+    dot = " dot" * (len(curve.points) == 1)
+    return f'<path class="line c{curve.color}{dot}" d="M{path}h0"/>'  # h0: the round end of a line without length
 
 
 def _along(points: Iterable[tuple[float, float]], scale: Scale) -> str:

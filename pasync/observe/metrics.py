@@ -226,9 +226,10 @@ class RunLog:
 
 
     def _show(self, line: dict[str, float | None]) -> None:
-        if (reward := line.get("reward/mean")) is not None:
+        reward, times = line.get("reward/mean"), {key: line.get(f"time/{key}") for key in STEP_FACTS}
+        if reward is not None and None not in times.values():
             self._rewards.append(reward)
-            status(rewards=list(self._rewards), **{key: line.get(f"time/{key}") for key in STEP_FACTS})
+            status(rewards=list(self._rewards), **times)
 
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
