@@ -103,7 +103,7 @@ fi
 if ! is_complete; then
     if compgen -G '/dev/davinci[0-9]*' >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
         die "this machine has accelerators, but the current python3 cannot find: $missing" \
-            "activate the environment that holds vLLM (vllm-ascend on NPU) and install the rest there; see README, Run it," \
+            "activate the environment that holds vLLM (vllm-ascend on NPU) and install the rest there; see docs/runs.md," \
             "or name its interpreter: PASYNC_PYTHON=/path/to/python"
     fi
 fi

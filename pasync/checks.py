@@ -72,13 +72,13 @@ def python() -> Iterator[Finding]:
 def packages(pins: Path) -> Iterator[Finding]:
     """Installed versions against a file of pins, one `name==version` a line."""
     if not pins.is_file():
-        yield warn(f"there is no pinned set {pins} for this kind of machine; README, Run it, says what is needed")
+        yield warn(f"there is no pinned set {pins} for this kind of machine; docs/runs.md says what is needed")
         return
     lines = (line.split("#")[0].strip() for line in pins.read_text().splitlines())
     required = [Requirement(line) for line in lines if line and not line.startswith("-")]
     differ = [text for requirement in required if (text := _difference(requirement))]
     some = ", ".join(differ[:5]) + ", .." * (len(differ) > 5)
-    advice = "see README, Ascend" if pins.stem == "npu" else f"pip install --no-deps -r {pins}"  # no single pip run finds the NPU set
+    advice = "see docs/ascend.md" if pins.stem == "npu" else f"pip install --no-deps -r {pins}"  # no single pip run finds the NPU set
     yield fail(f"{len(differ)} of {len(required)} differ from {pins}: {some}; {advice}") if differ else ok(f"{len(required)} as in {pins}")
 
 

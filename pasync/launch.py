@@ -31,6 +31,7 @@ from pasync.configfile import load, save
 from pasync.errors import ConfigError
 from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
+from pasync.observe import trackers
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
 from pasync.processes import stop_report
@@ -78,7 +79,7 @@ def machine_problems(config: Config, dry_run: bool) -> list[str]:
         found += devices.device_problems(kind)
     if dry_run:
         return found
-    found += prepare.problems(config) + _missing_data(config)
+    found += prepare.problems(config) + _missing_data(config) + trackers.problems(config) + _finished_for_good(config)
     geometry, _ = _geometry(config)
     if not geometry:
         return found
@@ -227,6 +228,13 @@ def _missing_data(config: Config) -> list[str]:
     named = {"train": config.data.train, "eval": config.data.eval}
     files = {key: data.source for key, data in named.items() if data and ":" not in data.source}
     return [f"data.{key}.source={path}: there is no such file or folder" for key, path in files.items() if not Path(path).exists()]
+
+
+def _finished_for_good(config: Config) -> list[str]:
+    run = Path(config.run.dir or "")
+    if not config.run.dir or not (run / "model").is_dir() or any((run / "checkpoints").glob("iteration-*")):
+        return []
+    return [f"run.dir={run}: this run is finished and has no checkpoint to go on from (checkpoint.every=0), choose another folder"]
 
 
 def _devices(config: Config, dry_run: bool) -> tuple[str, list[int]]:

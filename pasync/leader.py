@@ -25,10 +25,12 @@ from pasync.messages import Sampling
 from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
 from pasync.observe.trace import Trace
+from pasync.observe.trackers import Trackers
 from pasync.placement import Placement
 from pasync.preemption import preemption
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.recording import Recording, ReplayProducer, record
+from pasync.rollout.samples import Samples
 from pasync.trainer import Trainer
 from pasync.transport.channel import Keys
 from pasync.transport.weights import WeightSender
@@ -99,7 +101,9 @@ class Leader:
     ) -> None:
         self.config, self.run, self.trainer, self.prompts, self.trace = config, run, trainer, prompts, trace
         self.first = first
-        self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first)
+        self.trackers = Trackers(config, run, first)
+        self.log = RunLog(run, config.iterations, sum(map(len, placement.servers + placement.ranks)), first, self.trackers)
+        self.samples = Samples(run, first)
         replayed = config.replayed_run
         self.source: RolloutProducer | ReplayProducer = (
             ReplayProducer(config, replayed) if replayed else RolloutProducer(config, placement.address, Keys.load(placement.keys))
@@ -178,6 +182,7 @@ class Leader:
             for group, at in arrived:
                 self.trace.group(t, group, at)
         self.log.write(t)
+        self.samples.batch(t, groups, self.prompts.batch(t))
         if self.config.keeps_groups:
             record(self.run, t, Recording(groups, [at - self.batch.submitted for _, at in arrived]))
 
@@ -188,6 +193,7 @@ class Leader:
             self._publish(t)
             self._evaluate(t)
             self.log.write(t)
+        self.trackers.close()
         checkpoint.export(self.trainer, tokenizer, self.run / "model")
         say(f"final model in {self.run / 'model'}")
 
@@ -227,4 +233,5 @@ class Leader:
                     require_reward(group)
                 rewards += group.rewards
                 progress("evaluating", len(rewards), len(prompts))
+        self.samples.held_out(t, [group for group, _ in self.source.taken], prompts)
         self.log.add({"eval/accuracy_frac": sum(rewards) / len(rewards), "eval/problems": len(rewards)})

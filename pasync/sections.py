@@ -284,6 +284,8 @@ class DeviceConfig(Section):
 
 class RunConfig(Section):
     dir: str | None = None
-    """The run folder; unset means runs/<name>-<time>. A folder with checkpoints is continued."""
+    """The run folder; unset means `runs/<name>-<time>`. A folder with checkpoints is continued."""
     max_restarts: int = Field(0, ge=0)
     """How often the launcher starts all processes again, from the newest checkpoint, after a failure that is not a ConfigError."""
+    trackers: list[Literal["tensorboard", "wandb"]] = []
+    """Where the numbers of metrics.jsonl go besides: TensorBoard files in `<run>/tensorboard`; Weights & Biases, to be installed first."""

@@ -29,7 +29,7 @@ import pasync
 from pasync import guard
 from pasync.cause import Exit, Failure, find_cause
 from pasync.errors import ConfigError, RankLost
-from pasync.observe.console import Screen, Tail, parse
+from pasync.observe.console import WATCHED, Screen, Tail, parse
 from pasync.processes import LAUNCHER_PID, RUN_ID, STOPPED, all_in_run, kill_run
 
 TICK_S = 0.1
@@ -129,6 +129,7 @@ class Supervisor:
         log = self.logs / f"{command.name}.log"
         tail = Tail(log)
         env = _base_environment() | command.env | {RUN_ID: self.run_id, LAUNCHER_PID: str(os.getpid())}
+        env |= {WATCHED: "1"} if self.screen.is_watched else {}
         pin = partial(os.sched_setaffinity, 0, command.cores) if command.cores else None
         with log.open("ab") as output:
             process = subprocess.Popen(

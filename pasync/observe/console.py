@@ -1,9 +1,9 @@
 """What a user sees of a run: sender and receiver side by side.
 
-    any process: say(), progress() --marked lines--> its log file --Tail--> launcher: Screen --> terminal
+    any process: say(), progress(), status() --marked lines--> its log file --Tail--> launcher: Screen --> terminal
 
-Said lines scroll by; one live line under them tells what goes on, how far it is and how long it will take. Without a
-terminal it becomes a plain line now and then. Outside a launched run both functions just print.
+Said lines scroll by; under them a live line tells what goes on, how far it is and how long it will take, and the dashboard the newest
+facts. Without a terminal the line is printed now and then and there are no facts. Outside a launched run `say` and `progress` just print.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import progress as bars
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 
-SAY, PROGRESS = "::say:: ", "::progress:: "
+from pasync.observe.dashboard import dashboard
+
+SAY, PROGRESS, STATUS = "::say:: ", "::progress:: ", "::status:: "
+WATCHED = "PASYNC_WATCHED"
+"""Set in the environment of a run's processes if its console is a terminal."""
 PLAIN_EVERY_S = 5.0
 READ_BYTES = 1 << 20
 
@@ -38,6 +43,12 @@ class Progress(NamedTuple):
     total: int
 
 
+class Status(NamedTuple):
+    """Facts that the dashboard shows from now on."""
+
+    facts: dict[str, Any]
+
+
 def say(text: str) -> None:
     """Show the user a line (or several)."""
     mark = SAY if "PASYNC_RUN_ID" in os.environ else ""
@@ -52,15 +63,23 @@ def progress(label: str, done: int, total: int) -> None:
         _emit(f"{label} {done}/{total}\n")
 
 
-def parse(line: str) -> Said | Progress | None:
+def status(**facts: Any) -> None:
+    """Give the dashboard newer facts, if anybody watches."""
+    if WATCHED in os.environ:
+        _emit(f"{STATUS}{json.dumps(facts)}\n")
+
+
+def parse(line: str) -> Said | Progress | Status | None:
     """Read a line of a log file; None if it is not for the user."""
     if line.startswith(SAY):
         return Said(line[len(SAY) :])
-    if line.startswith(PROGRESS):
-        try:
+    try:
+        if line.startswith(PROGRESS):
             return Progress(**json.loads(line[len(PROGRESS) :]))
-        except (ValueError, TypeError):
-            return None  # somebody else's line that happens to begin alike
+        if line.startswith(STATUS):
+            return Status(dict(json.loads(line[len(STATUS) :])))
+    except (ValueError, TypeError):
+        pass  # somebody else's line that happens to begin alike
     return None
 
 
@@ -99,15 +118,24 @@ class Screen:
             bars.SpinnerColumn(), bars.TextColumn("{task.description}", markup=False), bars.BarColumn(), bars.MofNCompleteColumn(),
             bars.TimeElapsedColumn(), bars.TextColumn("left"), bars.TimeRemainingColumn(),
         )  # fmt: skip
-        self._live = bars.Progress(*columns, console=self._console, auto_refresh=False, transient=True, get_time=clock)
+        self._facts: dict[str, Any] = {}
+        self._bars = bars.Progress(*columns, console=self._console, auto_refresh=False, get_time=clock)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True, get_renderable=self._view)
         self._task: bars.TaskID | None = None
         self._now, self._printed = Progress("", 0, 0), Progress("", 0, 0)
         self._since, self._done_before, self._printed_at = clock(), 0, float("-inf")
 
-    def show(self, event: Said | Progress, source: str = "") -> None:
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is a terminal, and so a dashboard."""
+        return self._console.is_terminal
+
+    def show(self, event: Said | Progress | Status, source: str = "") -> None:
         """Show what a process sent; `source` goes before a said line."""
         if isinstance(event, Progress):
             self._advance(event)
+        elif isinstance(event, Status):
+            self._facts |= event.facts
         else:
             self.say(f"{source} | {event.text}" if source else event.text)
 
@@ -117,7 +145,7 @@ class Screen:
 
     def tick(self) -> None:
         """Redraw the live line, or print the plain one if it is due."""
-        if self._task is not None and self._console.is_terminal:
+        if self._task is not None and self.is_watched:
             self._live.refresh()
         elif self._now != self._printed and self._clock() - self._printed_at >= PLAIN_EVERY_S:
             self.say(f"{self._now.label} {self._now.done}/{self._now.total} ({self._time()})")
@@ -140,17 +168,20 @@ class Screen:
             self._since, self._done_before = self._clock(), event.done
             self._restart(event)
         elif self._task is not None:
-            self._live.update(self._task, completed=event.done, total=event.total)
+            self._bars.update(self._task, completed=event.done, total=event.total)
         self._now = event
 
     def _restart(self, event: Progress) -> None:
-        if not self._console.is_terminal:
+        if not self.is_watched:
             return
         if self._task is None:
             self._live.start()
         else:
-            self._live.remove_task(self._task)
-        self._task = self._live.add_task(event.label, total=event.total, completed=event.done)
+            self._bars.remove_task(self._task)
+        self._task = self._bars.add_task(event.label, total=event.total, completed=event.done)
+
+    def _view(self) -> Group:
+        return Group(self._bars, dashboard(self._facts))
 
 
 def _emit(text: str) -> None:

@@ -9,14 +9,17 @@ import json
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from pasync.messages import KILLED, Group
-from pasync.observe.console import progress, say
+from pasync.observe.console import progress, say, status
+from pasync.observe.dashboard import SHOWN, STEP_FACTS
 from pasync.observe.trace import drop_lines
+from pasync.observe.trackers import Trackers
 
 METRICS = {
     "iteration": "number of the iteration, from 0; the last line only evaluates the final weights",
@@ -181,11 +184,13 @@ class RunLog:
     Args:
         run: folder; metrics.jsonl is appended to. Lines of iterations from `first` on are removed: they are done again.
         devices: how many devices the run uses, for throughput.
+        trackers: get every line, too.
     """
 
-    def __init__(self, run: Path, iterations: int, devices: int, first: int) -> None:
+    def __init__(self, run: Path, iterations: int, devices: int, first: int, trackers: Trackers | None = None) -> None:
         self.path, self.iterations, self.devices = run / "metrics.jsonl", iterations, devices
         self._values: dict[str, float] = {}
+        self._trackers, self._rewards = trackers, deque[float](maxlen=SHOWN)
         drop_lines(self.path, first)
 
     def add(self, values: dict[str, float]) -> None:
@@ -215,9 +220,19 @@ class RunLog:
         line = {"iteration": iteration, "policy/version": iteration, **{k: _finite(values[k]) for k in METRICS if k in values}}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        if self._trackers:
+            self._trackers.log(line)
         say(_console_line(line, self.iterations))
+        self._show(line)
         progress("training", min(iteration + 1, self.iterations), self.iterations)
         self._values = {}
+
+
+    def _show(self, line: dict[str, float | None]) -> None:
+        reward, times = line.get("reward/mean"), {key: line.get(f"time/{key}") for key in STEP_FACTS}
+        if reward is not None and None not in times.values():
+            self._rewards.append(reward)
+            status(rewards=list(self._rewards), **times)
 
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
@@ -241,12 +256,3 @@ def _shown(line: dict[str, float | None], texts: dict[str, str]) -> str:
 def _finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
-
-
-def table() -> str:
-    """METRICS as a Markdown table."""
-    return "| key in metrics.jsonl | meaning |\n|---|---|\n" + "".join(f"| `{key}` | {text} |\n" for key, text in METRICS.items())
-
-
-if __name__ == "__main__":
-    print(table(), end="")

@@ -78,6 +78,17 @@ class Fleet:
         self._pending: list[Task] = []
         self._pinged = 0.0
 
+    @property
+    def waiting(self) -> int:
+        """Groups that no server has yet."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> list[int | None]:
+        """How many groups every server of the run has, None for one that is not there."""
+        there = {server.hello.server: len(server.working_on) for server in self._servers.values()}
+        return [there.get(i) for i in range(self.config.rollout.servers)]
+
     def handle(self, name: str, message: ToTrainer) -> None:
         """Act on what a server says."""
         if name in self._servers:

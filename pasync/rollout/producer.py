@@ -28,11 +28,12 @@ from pasync.config import Config
 from pasync.data.prompts import Prompt
 from pasync.errors import PasyncError, RolloutError
 from pasync.messages import Generate, Group, Hello, Message, Sampling, ToTrainer, Unsynced, int_bytes
-from pasync.observe.console import progress
+from pasync.observe.console import progress, status
 from pasync.rollout.admission import Lengths
 from pasync.rollout.fleet import WAKE, Fleet, Task
 from pasync.transport.channel import Keys, ServerChannel
 
+SHOW_EVERY_S = 1.0
 log = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class RolloutProducer:
         self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
         self._fleet = Fleet(config, self._channel, self._groups, self._replies)  # its methods: the producer thread only
-        self._stopping = False
+        self._stopping, self._shown = False, 0.0
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
 
     def __enter__(self) -> RolloutProducer:
@@ -246,12 +247,19 @@ class RolloutProducer:
                     self._commands.get()()
                 self._fleet.dispatch()
                 self._fleet.check()
+                self._show()
         except Exception as error:
             self._failure = error if isinstance(error, PasyncError) else RolloutError(f"{type(error).__name__}: {error}")
             log.exception("the producer thread failed")
             self._failed.set()
             self._groups.put(WAKE)
             self._replies.put(WAKE)
+
+    def _show(self) -> None:
+        """Tell who watches what goes on, about once a second."""
+        if time.monotonic() - self._shown >= SHOW_EVERY_S:
+            self._shown = time.monotonic()
+            status(ready=self._groups.qsize(), waiting=self._fleet.waiting, servers=self._fleet.busy)
 
     def _give_up(self, names: list[str], due: str, deadline_s: float) -> None:
         for name in names:

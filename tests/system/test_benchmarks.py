@@ -43,3 +43,12 @@ def test_weight_sync_prints_a_line_for_every_type_and_way():
     lines = lines_of("benchmarks.weight_sync", "--model", "smollm2-135m", "--layers", "1", "--rounds", "1")
     assert len({line["case"] for line in lines}) == 12
     assert all(line[key] > 0 for line in lines for key in ("seconds", "gb_per_s", "raw_gb_per_s", "of_limit"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "command", [("shared_prompt", "--case", "64,256,8", "--dtype", "float32"), ("logprob", "--dtype", "bfloat16"), ("tri_model",)]
+)
+def test_a_slow_one_prints_its_lines(command):
+    assert lines_of(f"benchmarks.{command[0]}", *command[1:])

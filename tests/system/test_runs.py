@@ -23,6 +23,7 @@ SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=
 WARM = ("rollout.temperature=0.8",)  # not 1, so that a forgotten temperature shows in the log-prob gap
 GREEDY = ("eval.every=2", "eval.temperature=0", "data.eval.size=60")
 EXACT = "parallel.accumulate=exact"
+UNSAVED = ("checkpoint.every=0",)  # 1.6 GB
 PROMISED = {
     "iteration", "reward/mean", "policy/version", "policy/engine_logprob_gap", "time/step_s", "time/generate_s", "time/train_s",
     "time/sync_s", "time/first_group_wait_s", "time/tail_s", "time/ideal_s", "throughput/tpspd", "tokens/prompt", "tokens/response",
@@ -128,12 +129,12 @@ def test_a_run_that_only_samples_keeps_its_groups_and_its_weights(tmp_path):
     assert all(torch.equal(weight, start[k]) for k, weight in weights_of(run).items())
 
 
-def test_the_timeline_of_two_runs_is_drawn(recorded):
-    command = [sys.executable, "-m", "pasync.observe.timeline", str(recorded), str(recorded), "--iteration", "3"]
+def test_the_trace_of_a_run_has_every_kind_of_span(recorded):
+    command = [sys.executable, "-m", "pasync.observe.timeline", str(recorded)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     names = {event["name"] for event in json.loads((recorded / "timeline.json").read_text())["traceEvents"]}
-    assert {"sync", "micro-batch", "optimizer", "group 0", "groups ready"} <= names and (recorded / "timeline.png").exists()
+    assert {"sync", "micro-batch", "optimizer", "group 0", "groups ready"} <= names
 
 
 def test_an_interrupted_run_continues_to_the_same_weights(recorded, tmp_path):
@@ -174,7 +175,7 @@ def test_a_server_of_two_tensor_parallel_workers_gets_the_weights(tmp_path):
 
 
 def test_the_demo_starts_and_takes_two_steps(tmp_path):
-    lines = completed(ROOT / "configs" / "demo_cpu.yaml", tmp_path / "demo", "iterations=2", "eval.every=0", "data.eval=null")
+    lines = completed(ROOT / "configs" / "demo_cpu.yaml", tmp_path / "demo", "iterations=2", "eval.every=0", "data.eval=null", *UNSAVED)
     assert len(lines) == 2 and all(line["time/of_ideal_frac"] > 0 for line in lines)
     assert max(line["policy/probe_gap"] for line in lines) < 1e-3
 

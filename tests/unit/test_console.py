@@ -1,10 +1,15 @@
 import io
+import os
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from pasync.observe.console import Progress, Said, Screen, Tail, parse, progress, say
+from pasync.observe.console import WATCHED, Progress, Said, Screen, Status, Tail, parse, progress, say, status
+from pasync.observe.dashboard import sparkline
+from pasync.supervisor import Command, Supervisor
 
 
 class Clock:
@@ -39,7 +44,15 @@ def test_outside_a_run_both_print_plainly(capsys: pytest.CaptureFixture[str], mo
     assert capsys.readouterr().out == "hello\ngenerating 3/8\n"
 
 
-@pytest.mark.parametrize("line", ["INFO vllm started", "::progress:: {", '::progress:: {"a": 1}', ""])
+def test_facts_are_only_sent_if_somebody_watches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WATCHED, raising=False)
+    status(ready=1)
+    monkeypatch.setenv(WATCHED, "1")
+    status(ready=2, servers=[3, None])
+    assert [parse(line) for line in capsys.readouterr().out.splitlines()] == [Status({"ready": 2, "servers": [3, None]})]
+
+
+@pytest.mark.parametrize("line", ["::status:: [1]", "INFO vllm started", "::progress:: {", '::progress:: {"a": 1}', ""])
 def test_other_lines_are_not_for_the_user(line: str) -> None:
     assert parse(line) is None
 
@@ -86,3 +99,49 @@ def test_a_tail_gives_complete_new_lines_once(tmp_path: Path) -> None:
         file.flush()
         assert tail.lines() == ["two"] and tail.lines() == []
     assert tail.gained() == "one\ntwo\n"
+
+
+def test_rewards_become_a_line_of_bars() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([0.3]) == "▁" and len(sparkline([0.1] * 100)) == 40
+
+
+SENDER = """
+from pasync.observe.console import progress, say, status
+progress("training", 3, 40)
+status(generate_s=5.5, train_s=2.75, sync_s=0.5, step_s=6.1, of_ideal_frac=0.98, rewards=[0.1, 0.2, 0.9])
+status(ready=3, waiting=12, servers=[8, None])
+say("iteration 3/40")
+"""
+
+
+def test_a_run_on_a_real_terminal_has_a_dashboard_that_is_gone_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    ours, theirs = os.openpty()
+    seen = bytearray()
+
+    def read() -> None:
+        while not seen.endswith(b"THE END"):
+            seen.extend(os.read(ours, 1 << 16))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal:
+        screen = Screen(Console(file=terminal, width=100))
+        with Supervisor(tmp_path / "run", screen) as processes:
+            processes.wait_for(processes.start(Command("ranks", [sys.executable, "-c", SENDER])))
+            screen.tick()
+        terminal.write("THE END")
+        terminal.flush()
+        reader.join(20)
+    text = seen.decode()
+    for part in ("training", "3/40", "generate", "5.50 s", "6.10 s", "0.98 of the ideal", "▁▂█", "0.900", "3 ready, 12 not begun",
+                 "server-0 has 8, server-1 is away", "iteration 3/40"):  # fmt: skip
+        assert part in text, part
+    assert "\x1b[2K" in text.rpartition("server-1 is away")[2]  # the rows were erased
+
+
+def test_without_a_terminal_nobody_watches(tmp_path: Path) -> None:
+    screen, out = screen_on(Clock())
+    with Supervisor(tmp_path / "run", screen) as processes:
+        processes.wait_for(processes.start(Command("ranks", [sys.executable, "-c", SENDER])))
+    assert "::status::" not in (tmp_path / "run" / "logs" / "ranks.log").read_text() and "server-0" not in out.getvalue()

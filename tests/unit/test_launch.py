@@ -111,6 +111,13 @@ def test_devices_that_are_not_there_end_a_real_run_with_2(config_file: Path) -> 
     assert code == 2 and any("device.count=8: this machine has 0 npu devices" in line for line in lines)
 
 
+def test_a_finished_run_without_a_checkpoint_is_not_begun_anew(config_file: Path) -> None:
+    model = config_file.parent / "run" / "model"
+    model.mkdir(parents=True)
+    code, lines = ended(launch(config_file, "iterations=9"), config_file)
+    assert code == 2 and any("has no checkpoint to go on from" in line for line in lines) and model.exists()
+
+
 def test_a_model_that_is_nowhere_ends_with_2(config_file: Path) -> None:
     code, lines = ended(launch(config_file, "model.path=nowhere"), config_file)
     assert code == 2 and any("model.path=nowhere" in line for line in lines)
