@@ -1,7 +1,7 @@
 """What travels between the trainer and the servers, and how it is written on the wire.
 
-    trainer (ROUTER)  -- Join, Generate, Sync, Probe, Ping, Stop -->  server (DEALER)
-                      <-- Hello, Joined, Freed, GroupDone, Synced, Unsynced, Probed, Heartbeat, Failed --
+    trainer (ROUTER)  -- Join, Generate, Cancel, Sync, Probe, Ping, Stop -->  server (DEALER)
+                      <-- Hello, Joined, Freed, GroupDone, Cancelled, Synced, Unsynced, Probed, Heartbeat, Failed --
 
 A frame is WIRE_VERSION, a checksum, the sender's stamp, and one msgpack map with a "type" tag. `FrameReader` lets a frame pass that has
 this version, a size within the limit, the right checksum, the schema (msgspec), arrays that fit together, and a stamp above all of its
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-WIRE_VERSION = b"pasync2\n"
+WIRE_VERSION = b"pasync3\n"
 MAX_MESSAGE_BYTES = 128 << 20
 """Of one frame. A larger one is neither sent nor read."""
 MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
@@ -76,7 +76,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Version
     """Of the weights that sampled it."""
     group_id: Natural
-    """Position of the prompt in the batch of its iteration."""
+    """Position of the prompt in the batch of its iteration, or in its held-out set."""
     prompt_ids: bytes
     """int32 [P]."""
     responses: list[Response]
@@ -86,6 +86,8 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Unix time at which its last reward was known."""
     server: int = 0
     """Index of that server."""
+    held_out: str = ""
+    """Name of the held-out set that the prompt is of; "" of the training set."""
 
     @property
     def num_tokens(self) -> int:
@@ -141,6 +143,12 @@ class Generate(Message, frozen=True, tag="generate"):
     sample: dict[str, str | int | float | bool | None]
     """Columns of the data row, for rewards."""
     sampling: Sampling
+    held_out: str = ""
+    """As in `Group`."""
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    """Trainer: sample no more for held-out prompts."""
 
 
 class Sync(Message, frozen=True, tag="sync"):
@@ -193,6 +201,10 @@ class GroupDone(Message, frozen=True, tag="group_done"):
     """As in `Freed`."""
 
 
+class Cancelled(Message, frozen=True, tag="cancelled"):
+    """Server: has nothing left of what it was given before the Cancel, and all slots free."""
+
+
 class Synced(Message, frozen=True, tag="synced"):
     """Server: holds `version` now, prefix cache empty."""
 
@@ -230,8 +242,8 @@ class Failed(Message, frozen=True, tag="failed"):
     message: str
 
 
-ToServer = Join | Generate | Sync | Probe | Ping | Stop
-ToTrainer = Hello | Joined | Freed | GroupDone | Synced | Unsynced | Probed | Heartbeat | Failed
+ToServer = Join | Generate | Cancel | Sync | Probe | Ping | Stop
+ToTrainer = Hello | Joined | Freed | GroupDone | Cancelled | Synced | Unsynced | Probed | Heartbeat | Failed
 
 _encode = msgspec.msgpack.Encoder().encode
 _stamps = itertools.count(time.time_ns())  # so a process that takes another's place begins above the other's last
