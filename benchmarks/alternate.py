@@ -92,7 +92,7 @@ def work(run: Path, variants: list[Config], placement: Placement, rank: int) -> 
         for t in range(config.iterations):
             variant = variants[t % 2]
             if leader:
-                leader.source.config = variant
+                leader.config = leader.source.config = variant
             iterate(t, variant, leader, trainer, trace)
 
 

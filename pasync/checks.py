@@ -188,8 +188,9 @@ def prompts(config: Config) -> Iterator[Finding]:
 
     stream, size = PromptStream(config, _tokenizer(config)), config.algorithm.batch_groups
     epoch = [p for t in range(-(-len(stream) // size)) for p in stream.batch(t)]
-    longest, limit = max(len(p.ids) for p in (*epoch, *stream.held_out)), config.data.max_prompt_tokens
-    yield ok(f"{len(stream)} to learn from, {len(stream.held_out)} held out; the longest has {longest} of {limit} tokens")
+    held_out = [p for prompts in stream.held_out.values() for p in prompts]
+    longest, limit = max(len(p.ids) for p in (*epoch, *held_out)), config.data.max_prompt_tokens
+    yield ok(f"{len(stream)} to learn from, {len(held_out)} held out; the longest has {longest} of {limit} tokens")
 
 
 def reward(config: Config) -> Iterator[Finding]:

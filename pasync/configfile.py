@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -20,7 +20,9 @@ from pydantic import BaseModel, ValidationError
 from pasync.config import Config
 from pasync.conflicts import conflicts
 from pasync.errors import ConfigError, nearest
-from pasync.sections import DatasetConfig
+from pasync.sections import PREPARED, DatasetConfig
+
+Dataset = TypeVar("Dataset", bound=DatasetConfig)
 
 
 def load(path: str | Path, overrides: list[str] | None = None, further: Callable[[Config], list[str]] = lambda _: []) -> Config:
@@ -83,7 +85,12 @@ def _known(tree: dict[str, Any], section: type[BaseModel], prefix: str, problems
             continue
         kinds = (field.annotation, *get_args(field.annotation))
         inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
-        known[key] = _known(value, inner, f"{prefix}{key}.", problems) if inner and isinstance(value, dict) else value
+        named = next((members[1] for k in kinds if get_origin(k) is dict and issubclass((members := get_args(k))[1], BaseModel)), None)
+        if inner and isinstance(value, dict):
+            value = _known(value, inner, f"{prefix}{key}.", problems)
+        elif named and isinstance(value, dict):
+            value = {n: _known(v, named, f"{prefix}{key}.{n}.", problems) if isinstance(v, dict) else v for n, v in value.items()}
+        known[key] = value
     return known
 
 
@@ -107,10 +114,12 @@ def _with_absolute_paths(config: Config, base: Path) -> Config:
     def absolute(text: str) -> str:
         return str((base / text).resolve()) if (base / text).exists() else text
 
-    def dataset(d: DatasetConfig | None) -> DatasetConfig | None:
-        return d and d.model_copy(update={"source": absolute(d.source)})
+    def dataset(d: Dataset, part: str) -> Dataset:
+        prepared = base / "data" / f"{d.source}_{part}.jsonl"
+        return d.model_copy(update={"source": str(prepared.resolve()) if d.source in PREPARED else absolute(d.source)})
 
-    data = config.data.model_copy(update={"train": dataset(config.data.train), "eval": dataset(config.data.eval)})
+    held_out = config.data.eval and {name: dataset(d, "test") for name, d in config.data.eval.items()}
+    data = config.data.model_copy(update={"train": dataset(config.data.train, "train"), "eval": held_out})
     model = config.model.model_copy(update={"path": absolute(config.model.path)})
     replayed = config.replayed_run
     source = f"replay:{replayed.resolve()}" if replayed else config.rollout.source  # of the working folder: it is typed, not written

@@ -44,21 +44,26 @@ def conflicts(config: Config) -> list[str]:
             found.append(f"{key}=null: must be given with device.nodes={c.device.nodes}, the same on every node")
     if c.algorithm.max_kl and not c.algorithm.kl_coef:
         found.append(f"algorithm.max_kl={c.algorithm.max_kl}: KL is only known with a reference model, set algorithm.kl_coef above 0")
-    if c.eval.every and c.data.eval is None:
+    if c.eval.every and not c.data.eval:
         found.append(f"eval.every={c.eval.every}: needs data.eval, or set eval.every=0")
-    if c.data.eval is not None and not c.eval.every:
+    if c.data.eval and not c.eval.every:
         found.append("data.eval: is given but eval.every=0 never uses it, set eval.every or data.eval=null")
     if c.rollout.silence_s <= 2 * c.rollout.heartbeat_s:
         found.append(f"rollout.silence_s={c.rollout.silence_s}: must be more than twice rollout.heartbeat_s={c.rollout.heartbeat_s}")
-    longest = max(c.rollout.start_s, c.rollout.deadline_s, c.sync.deadline_s)
+    longest = max(c.rollout.start_s, c.rollout.deadline_s, c.sync.deadline_s, c.eval.max_delay_s or 0.0)
     if c.parallel.deadline_s <= longest:
         found.append(f"parallel.deadline_s={c.parallel.deadline_s}: must exceed every other deadline, now {longest}")
-    for key in ("train", "eval"):
-        data = getattr(c.data, key)
-        if data and data.source.startswith("reasoning-gym:") and data.size is None:
-            found.append(f"data.{key}.size=null: reasoning-gym generates problems without end, give how many")
-        if data and data.options and not data.source.startswith("reasoning-gym:"):
-            found.append(f"data.{key}.options: only a reasoning-gym source takes options, not {data.source}")
+    for name, held_out in (c.data.eval or {}).items():
+        key, k = f"data.eval.{name}.responses", held_out.responses
+        if k > c.rollout.max_num_seqs:
+            found.append(f"{key}={k}: the responses to a problem must fit a server, rollout.max_num_seqs={c.rollout.max_num_seqs}")
+        if k > 1 and not c.eval.temperature:
+            found.append(f"{key}={k}: with eval.temperature=0 all of them are the same, set it above 0")
+    for key, data in c.data.sets.items():
+        if data.source.startswith("reasoning-gym:") and data.size is None:
+            found.append(f"{key}.size=null: reasoning-gym generates problems without end, give how many")
+        if data.options and not data.source.startswith("reasoning-gym:"):
+            found.append(f"{key}.options: only a reasoning-gym source takes options, not {data.source}")
     reward = c.rewards.function
     if reward not in ("math", "exact") and ":" not in reward:
         found.append(f"rewards.function={reward}: must be math, exact or module:function{nearest(reward, ['math', 'exact'])}")

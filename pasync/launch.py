@@ -35,6 +35,7 @@ from pasync.observe import trackers
 from pasync.observe.console import Progress, Screen
 from pasync.placement import Placement, misfits, place
 from pasync.processes import stop_report
+from pasync.sections import PREPARED
 from pasync.supervisor import Command, RunFailed, Stopped, Supervisor
 from pasync.transport.channel import Keys
 
@@ -225,9 +226,13 @@ def _say(run: Path, text: str) -> None:
 
 
 def _missing_data(config: Config) -> list[str]:
-    named = {"train": config.data.train, "eval": config.data.eval}
-    files = {key: data.source for key, data in named.items() if data and ":" not in data.source}
-    return [f"data.{key}.source={path}: there is no such file or folder" for key, path in files.items() if not Path(path).exists()]
+    found = []
+    for key, data in config.data.sets.items():
+        if ":" not in data.source and not Path(data.source).exists():
+            name = Path(data.source).stem.split("_")[0]
+            hint = f"; python -m pasync.data.prepare {name} makes it" * (name in PREPARED)
+            found.append(f"{key}.source={data.source}: there is no such file or folder{hint}")
+    return found
 
 
 def _finished_for_good(config: Config) -> list[str]:

@@ -1,8 +1,8 @@
 """What rank 0 does besides training: weights to the servers, prompts, evaluation, the log.
 
-    begin(t):  weights t --> servers --> probe --> [evaluate] --> submit the batch, return at once
+    begin(t):  weights t --> servers --> probe --> submit the batch [and held-out prompts, which it does not wait for], return at once
     resume(t): the same weights again, to servers that came back after all were lost
-    finish(t): one line of metrics, [the groups of the iteration on disk]
+    finish(t): [end of the evaluation] --> one line of metrics, [the groups of the iteration on disk]
     end():     weights of the last step --> [evaluate] --> exported model
 """
 
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from pasync import checkpoint
-from pasync.batch import Batch, require_reward
+from pasync.batch import Batch
 from pasync.config import Config
 from pasync.data.prompts import PromptStream
-from pasync.errors import RolloutError, WeightSyncError
+from pasync.errors import Preempted, RolloutError, WeightSyncError
+from pasync.evaluation import Evaluation
 from pasync.messages import Sampling
 from pasync.observe.console import progress, say
 from pasync.observe.metrics import RunLog, Times, batch_metrics, idle_share, step_times
@@ -115,6 +116,7 @@ class Leader:
         ids = (ids * PROBE_TOKENS)[: max(2, min(PROBE_TOKENS, config.max_model_tokens))]
         source = self.source
         self.publisher = Publisher(config, source, trainer, placement, ids) if isinstance(source, RolloutProducer) else None
+        self.evaluation = Evaluation(config, source, prompts.held_out) if isinstance(source, RolloutProducer) and prompts.held_out else None
 
     def start(self, stack: ExitStack) -> None:
         """Wait for the servers."""
@@ -132,7 +134,7 @@ class Leader:
             self.source.lengths.restore(history)
 
     def begin(self, t: int) -> None:
-        """Give the servers version t, evaluate it if due, submit the batch; returns while it is being generated.
+        """Give the servers version t, submit the batch, and held-out prompts if they are due; returns while it is being generated.
 
         `one_step_off` submits batch t + 1 here, and returns with batch t, which the weights of version t - 1 have sampled meanwhile.
         """
@@ -141,17 +143,17 @@ class Leader:
         ahead = self.config.schedule == "one_step_off"
         if ahead and t > self.first:
             self.batch = self.next_batch
-            self._hold()
+            self._hold(self.batch)
         self._publish(t)
-        if self.config.eval.every and t % self.config.eval.every == 0:
-            self._evaluate(t)
         log.info("iteration %d: generate", t)
         progress("training", t, self.config.iterations)
         if not ahead or t == self.first:
             self.batch = self._submit(t, version=t)
         if ahead and t + 1 < self.config.iterations:
-            self._hold()
+            self._hold(self.batch)
             self.next_batch = self._submit(t + 1, version=t)
+        if self.evaluation and t % self.config.eval.every == 0:
+            self.evaluation.start(t)
 
     def resume(self, t: int) -> None:
         """All servers were lost: wait for one and give it the weights of this iteration, so that it does the groups that are missing."""
@@ -159,18 +161,19 @@ class Leader:
         self._publish(t)
 
     def finish(self, t: int, metrics: dict[str, float]) -> None:
-        """Write the iteration's line, and its groups if they are recorded."""
+        """End the evaluation, write the iteration's line, and its groups if they are recorded."""
         finished, arrived = time.time(), self.batch.arrived()
+        if self.evaluation and self.evaluation.running:
+            self._end_evaluation(t)
         groups = [group for group, _ in arrived]
         self.log.add(metrics | batch_metrics(groups))
         self.log.add({"policy/lag": t - self.batch.version, "reward/refilled_groups": self.batch.refilled})
         self.log.add({"reward/dropped_groups": self.batch.dropped})
-        times = Times(self.began, self.batch.submitted, [at for _, at in arrived], finished)
+        times = Times(self.began, self.batch.submitted, [at for _, at in arrived], finished, ended=time.time())
         self.log.add(
             step_times(
                 times,
                 sync_s=self.log.value("time/sync_s"),
-                eval_s=self.log.value("time/eval_s"),
                 train_s=metrics.get("time/train_s", 0.0),
                 mean_train_s=metrics.get("time/mean_train_s", 0.0),
                 waits_s=self.batch.waits_s,
@@ -189,9 +192,13 @@ class Leader:
     def end(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Evaluate the final weights and export them."""
         t = self.config.iterations
-        if self.config.eval.every:
+        if self.evaluation:
             self._publish(t)
-            self._evaluate(t)
+            began = time.time()
+            self.evaluation.start(t)
+            with self.trace.span("evaluate", t):
+                self.evaluation.wait(None, lambda: self._publish(t))
+            self._finish_evaluation(t, began)
             self.log.write(t)
         self.trackers.close()
         checkpoint.export(self.trainer, tokenizer, self.run / "model")
@@ -204,9 +211,10 @@ class Leader:
         refills = self.config.algorithm.filter_zero_variance == "refill"
         return Batch(self.source, version, refill, refills=refills, on_error=self.config.rewards.on_error)
 
-    def _hold(self) -> None:
-        self.batch.hold()
-        if self.batch.stranded:
+    @staticmethod
+    def _hold(batch: Batch) -> None:
+        batch.hold()
+        if batch.stranded:
             raise RolloutError("all servers were lost, and the weights that sampled this batch are gone (schedule=one_step_off)")
 
     def _publish(self, t: int) -> None:
@@ -216,22 +224,19 @@ class Leader:
             if gap is not None:
                 self.log.add({"policy/probe_gap": gap})
 
-    def _evaluate(self, t: int) -> None:
-        evaluation = self.config.eval
-        with self.log.timed("time/eval_s"), self.trace.span("evaluate", t):
-            prompts = self.prompts.held_out
-            sampling = Sampling(1, evaluation.temperature, evaluation.max_tokens or self.config.rollout.max_tokens)
-            self.source.submit(prompts, t, sampling)
-            rewards = []
-            while self.source.in_flight:
-                with preemption.ends_wait():
-                    group = self.source.next_group(t)
-                if group is None:
-                    self.resume(t)
-                    continue
-                if self.config.rewards.on_error == "raise":
-                    require_reward(group)
-                rewards += group.rewards
-                progress("evaluating", len(rewards), len(prompts))
-        self.samples.held_out(t, [group for group, _ in self.source.taken], prompts)
-        self.log.add({"eval/accuracy_frac": sum(rewards) / len(rewards), "eval/problems": len(rewards)})
+    def _end_evaluation(self, t: int) -> None:
+        """Wait for what is left of it. In `one_step_off` the servers sample the next batch first, which is no delay."""
+        assert self.evaluation
+        began = time.time()
+        with suppress(Preempted), self.trace.span("evaluate", t):  # the next iteration raises it again, before it changes anything
+            if self.config.schedule == "one_step_off" and t + 1 < self.config.iterations:
+                self._hold(self.next_batch)
+                began = time.time()
+            self.evaluation.wait(self.config.eval.max_delay_s)
+        self._finish_evaluation(t, began)
+
+    def _finish_evaluation(self, t: int, waited_since: float) -> None:
+        assert self.evaluation
+        self.log.add(self.evaluation.finish(waited_since))
+        for name, groups in self.evaluation.groups.items():
+            self.samples.held_out(t, name, groups, self.prompts.held_out[name])

@@ -279,8 +279,10 @@ def _visible(text: str) -> str:
 
 
 def _evaluations(runs: list[Run]) -> dict[str, str]:
-    """Whatever was evaluated, the main figure first."""
-    keys = {key for run in runs for line in run.lines for key in line if key.startswith("eval/") and key != "eval/problems"}
+    """Whatever was evaluated, the main figure first, which is the avg@k of the only set there may be."""
+    keys = {key for run in runs for line in run.lines for key in line if key.startswith("eval/") and ("@" in key or "accuracy" in key)}
+    means = {key for key in keys if "/avg@" in key}
+    keys -= means if len(means) == 1 else set()
     return {key: "Held-out accuracy" if key == "eval/accuracy_frac" else f"Held-out {key[5:]}" for key in sorted(keys)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,6 +12,8 @@ Advantage = Literal["grpo", "dr_grpo", "rloo", "opo", "reinforce++"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "reinforce"]
 Normalizer = Literal["sequence", "token", "constant"]
 KlEstimate = Literal["k1", "k2", "k3"]
+PREPARED = ("aime24", "deepscaler", "gsm8k", "math500")
+"""Data sets that `python -m pasync.data.prepare` makes."""
 
 
 class Section(BaseModel):
@@ -49,7 +51,8 @@ class LoraConfig(Section):
 class DatasetConfig(Section):
     source: str
     """`reasoning-gym:<task>`, a .jsonl, .json or .parquet file, or a folder written by `datasets.save_to_disk`.
-    A relative path is relative to the configuration file."""
+    A relative path is relative to the configuration file. `gsm8k`, `math500`, `aime24`, `deepscaler`: the training or the test part
+    that `python -m pasync.data.prepare NAME` has put into `data/` beside the configuration file."""
     prompt_column: str = "question"
     """Column that holds the question."""
     answer_column: str = "answer"
@@ -64,11 +67,16 @@ class DatasetConfig(Section):
     """Extra arguments of the reasoning-gym generator, for instance `max_terms: 3`."""
 
 
+class HeldOutConfig(DatasetConfig):
+    responses: int = Field(1, ge=1)
+    """k: responses to each problem. More than one need `eval.temperature` above 0."""
+
+
 class DataConfig(Section):
     train: DatasetConfig
     """Prompts to learn from; each epoch is a new shuffle."""
-    eval: DatasetConfig | None = None
-    """Held-out prompts."""
+    eval: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")], HeldOutConfig] | None = None
+    """Held-out sets by name: each is evaluated by itself."""
     template: str = "{question}"
     """Python format string over the row's columns; `{question}` is always the prompt column."""
     chat: bool = True
@@ -77,6 +85,11 @@ class DataConfig(Section):
     """System message of the chat."""
     max_prompt_tokens: int = Field(512, ge=1)
     """A longer prompt is an error at start, never cut in silence."""
+
+    @property
+    def sets(self) -> dict[str, DatasetConfig]:
+        """All data sets by their key in the configuration."""
+        return {"data.train": self.train, **{f"data.eval.{name}": held_out for name, held_out in (self.eval or {}).items()}}
 
 
 class RolloutConfig(Section):
@@ -258,6 +271,9 @@ class SyncConfig(Section):
 class EvalConfig(Section):
     every: int = Field(0, ge=0)
     """Evaluate every n iterations, and at the start and the end; 0: never."""
+    max_delay_s: float | None = Field(None, ge=0)
+    """Servers evaluate while they have nothing to sample for training. Training waits at most so long for what is left after the
+    optimizer step; then it is cancelled, and a set that is not finished has no scores. Unset: as long as it takes."""
     temperature: float = Field(0.0, ge=0)
     """0 is greedy."""
     max_tokens: int | None = Field(None, ge=1)

@@ -50,8 +50,8 @@ class PromptStream:
         self.seed, self.batch_groups = config.seed, config.algorithm.batch_groups
         self._data, self._tokenizer = config.data, tokenizer
         self._train = self._build("data.train", config.data.train)
-        self.held_out: list[Prompt] = self._build("data.eval", config.data.eval) if config.data.eval else []
-        """Prompts of data.eval, in order."""
+        self.held_out = {name: self._build(f"data.eval.{name}", held_out) for name, held_out in (config.data.eval or {}).items()}
+        """Prompts of the sets of data.eval, in order."""
 
     def __len__(self) -> int:
         """Prompts of one epoch."""

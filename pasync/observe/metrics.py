@@ -52,9 +52,13 @@ METRICS = {
     "tokens/prompt": "prompt tokens of the batch, counted once per response",
     "tokens/response": "response tokens of the batch",
     "wire/dropped_frames": "frames that broke the protocol, or came twice, too late or from a server given up, on both ends so far",
-    "eval/accuracy_frac": "mean reward on the held-out prompts, of the weights named by policy/version",
-    "eval/problems": "held-out prompts",
-    "time/step_s": "sync, generation, training and optimizer step of this iteration, without evaluation",
+    "eval/accuracy_frac": "mean of avg@k over the held-out sets, of the weights named by policy/version (absent if one is not finished)",
+    "eval/<set>/avg@<k>": "mean reward on one held-out set, k responses to each problem",
+    "eval/<set>/pass@<j>": "probability that one of j responses is right (reward 1), estimated without bias from k",
+    "eval/<set>/maj@<k>": "mean reward of the answer that most of the k responses give",
+    "eval/problems": "held-out problems of the sets that have scores",
+    "eval/unfinished": "held-out problems that were cancelled after eval.max_delay_s; their sets have no scores",
+    "time/step_s": "sync, generation, training and optimizer step of this iteration, and the delay by evaluation",
     "time/generate_s": "T_g: from submission of the batch to its last group",
     "time/train_s": "T_t: time in forward, backward and optimizer step (slowest rank)",
     "time/sync_s": "s: sending the weights, acknowledgements and probe",
@@ -66,7 +70,9 @@ METRICS = {
     "time/of_ideal_frac": "ideal / step: 1 is perfect overlap",
     "time/rank_idle_frac": "share of the step in which a rank did not compute, mean over ranks",
     "time/server_idle_frac": "share of the step in which a server had no group, mean over servers",
-    "time/eval_s": "evaluation before this iteration",
+    "time/eval_s": "from the first held-out prompt that a server began with to the last that it finished",
+    "time/eval_bubble_s": "time in which a server evaluated and training went on, mean over servers",
+    "time/eval_delay_s": "training waited for the evaluation",
     "rollout/requeued_groups": "groups so far that a lost server left to others",
     "throughput/tpspd": "(prompt + response tokens) / (step seconds x devices)",
     "throughput/response_tpspd": "response tokens / (step seconds x devices)",
@@ -92,6 +98,7 @@ def batch_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 _KILLED = ("timeouts", "crashes", "out_of_memory")
+_ORDER = {key: place for place, key in enumerate(METRICS)}
 
 LEARNED = {
     "eval/accuracy_frac": "held-out {:.3f}",
@@ -118,8 +125,10 @@ TROUBLE = {
     "policy/skipped_micro_batches": "MICRO-BATCHES SKIPPED {:.0f}",
     "wire/dropped_frames": "FRAMES DROPPED {:.0f}",
     "policy/lag": "OFF-POLICY by {:.0f}",
+    "eval/unfinished": "EVALUATION CUT, {:.0f} PROBLEMS LEFT",
 }
-"""What the console shows of a line, in this order; of TROUBLE only what is not 0."""
+EVALUATED = {"eval/problems": "{:.0f} problems", "time/eval_s": "in {:.2f} s", "time/eval_delay_s": "delay {:.2f}"}
+"""What the console shows of a line, in this order; of TROUBLE only what is not 0, EVALUATED after the scores of each set."""
 
 
 class Times(NamedTuple):
@@ -132,22 +141,22 @@ class Times(NamedTuple):
     """Of each group."""
     finished: float
     """The optimizer step's end."""
+    ended: float
+    """That of the iteration, after its evaluation."""
 
 
-def step_times(
-    times: Times, *, sync_s: float, eval_s: float, train_s: float, mean_train_s: float, waits_s: list[float]
-) -> dict[str, float]:
+def step_times(times: Times, *, sync_s: float, train_s: float, mean_train_s: float, waits_s: list[float]) -> dict[str, float]:
     """Where the time of one iteration went.
 
-    ideal = max(T_g, T_t) + s;  step = finished - began, without evaluation
+    ideal = max(T_g, T_t) + s;  step = ended - began
 
     Args:
-        sync_s, eval_s: seconds of weight sync and of evaluation.
+        sync_s: seconds of weight sync.
         train_s, mean_train_s: seconds of training, of the slowest rank and the mean.
         waits_s: rank 0's waits for groups.
     """
     generate_s = max(times.arrivals) - times.submitted
-    step_s = times.finished - times.began - eval_s
+    step_s = times.ended - times.began
     ideal_s = max(generate_s, train_s) + sync_s
     return {
         "time/step_s": step_s,
@@ -169,13 +178,18 @@ def idle_share(groups: list[Group], servers: int, step_s: float) -> float:
 
     At least 0: in `one_step_off` groups were sampled in the step before, which may have been longer.
     """
-    busy_s = 0.0
+    return max(0.0, 1 - busy_s(groups, servers, math.inf) / (servers * step_s))
+
+
+def busy_s(groups: list[Group], servers: int, end: float) -> float:
+    """Seconds before `end` in which a server had one of these groups, added up over servers."""
+    seconds = 0.0
     for server in range(servers):
         until = 0.0
-        for began, ended in sorted((g.started, g.finished) for g in groups if g.server == server):
-            busy_s += max(0.0, ended - max(began, until))
+        for began, ended in sorted((g.started, min(g.finished, end)) for g in groups if g.server == server):
+            seconds += max(0.0, ended - max(began, until))
             until = max(until, ended)
-    return max(0.0, 1 - busy_s / (servers * step_s))
+    return seconds
 
 
 class RunLog:
@@ -195,7 +209,7 @@ class RunLog:
 
     def add(self, values: dict[str, float]) -> None:
         """Add numbers to this iteration's line."""
-        unknown = values.keys() - METRICS.keys()
+        unknown = set(map(described, values)) - METRICS.keys()
         assert not unknown, f"metrics without a description: {unknown}"
         self._values.update(values)
 
@@ -217,7 +231,8 @@ class RunLog:
             device_s = values["time/step_s"] * self.devices
             values["throughput/tpspd"] = (values["tokens/prompt"] + values["tokens/response"]) / device_s
             values["throughput/response_tpspd"] = values["tokens/response"] / device_s
-        line = {"iteration": iteration, "policy/version": iteration, **{k: _finite(values[k]) for k in METRICS if k in values}}
+        keys = sorted(values, key=lambda key: _ORDER[described(key)])
+        line = {"iteration": iteration, "policy/version": iteration, **{k: _finite(values[k]) for k in keys}}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if self._trackers:
@@ -240,12 +255,31 @@ def read_metrics(run: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def described(key: str) -> str:
+    """The key in METRICS of one in a line: that of `eval/gsm8k/pass@4` is `eval/<set>/pass@<j>`."""
+    if key.count("/") < 2:
+        return key
+    kind = key.split("/")[-1].split("@")[0]
+    return f"eval/<set>/{kind}@<{'j' if kind == 'pass' else 'k'}>"
+
+
 def _console_line(line: dict[str, float | None], iterations: int) -> str:
-    """One line about what was learned, one about where the time went."""
+    """One line about what was learned, one about where the time went, and one about held-out sets."""
     trouble = _shown({key: value or None for key, value in line.items()}, TROUBLE)
     learned = f"iteration {line['iteration']:>4}/{iterations}  {_shown(line, LEARNED)}  {trouble}".rstrip()
     times = _shown(line, TIMES)
-    return f"{learned}\n{' ' * 11}{times}" if times else learned
+    return "\n".join([learned, *(f"{' ' * 11}{text}" for text in (times, _evaluated(line)) if text)])
+
+
+def _evaluated(line: dict[str, float | None]) -> str:
+    """The scores of each held-out set, and what they have cost."""
+    sets: dict[str, list[str]] = {}
+    for key, value in line.items():
+        if described(key) != key:
+            _, name, score = key.split("/")
+            sets.setdefault(name, []).append(f"{score} {value:.3f}")
+    texts = [f"{name}: {' '.join(of_set)}" for name, of_set in sets.items()]
+    return "  ".join([*texts, _shown(line, EVALUATED)]) if sets else ""
 
 
 def _shown(line: dict[str, float | None], texts: dict[str, str]) -> str:

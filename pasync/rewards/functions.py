@@ -65,6 +65,19 @@ def math_reward(prompt: str, response: str, response_ids: list[int], sample: dic
     return float(_plain(answer) == _plain(gold) != "" or _same_value(answer, gold))
 
 
+def vote(function: str, response: str, sample: dict[str, Any]) -> str:
+    """What a response answers, spelled so that the same answers are the same text; "" if it answers nothing.
+
+    Args:
+        function: the reward's name; responses to another than `math` are compared as they are.
+    """
+    if function != "math":
+        return response.strip()
+    answer = final_answer(response[-TAIL_CHARACTERS:], numeric=_number(reference(str(sample["answer"]))) is not None)
+    value = _number(answer)
+    return _plain(answer) if value is None else str(value)
+
+
 def reference(answer: str) -> str:
     r"""The value itself from a reference answer: what follows the last ####, without \boxed{} and $."""
     answer = answer.rsplit("####", 1)[-1].strip()

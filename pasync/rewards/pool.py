@@ -90,7 +90,7 @@ class RewardPool:
             assert pool is not None, "score() is called outside of the with block"
             try:
                 future = pool.schedule(_score, args=(prompt, response, response_ids, sample), timeout=self.rewards.timeout_s)
-                return await asyncio.wrap_future(future)
+                return await asyncio.shield(asyncio.wrap_future(future))  # who gives up waiting must not cost a worker: pebble kills it
             except FutureTimeout:
                 return 0.0, TIMEOUT
             except ProcessExpired as error:

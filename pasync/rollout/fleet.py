@@ -4,6 +4,9 @@
                  |
                  +-- silent, disconnected, failed, replaced --> lost: its groups go to the others, the launcher starts it again
 
+Held-out groups are for servers that have no other: a server samples either kind at a time. As soon as a group of the batch waits, all
+that evaluate are told to Cancel, and what they had of it is handed out again later.
+
 A name stands for one process, `server-0 (pid 4711)`. So nothing that a lost one still says is taken for its successor's: it is dropped and
 counted, and answered with Stop.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -19,7 +23,22 @@ from typing import Any
 
 from pasync.config import Config
 from pasync.errors import RolloutError, error_named
-from pasync.messages import Failed, Freed, Generate, GroupDone, Heartbeat, Hello, Message, Ping, Stop, ToTrainer, Unsynced
+from pasync.messages import (
+    Cancel,
+    Cancelled,
+    Failed,
+    Freed,
+    Generate,
+    Group,
+    GroupDone,
+    Heartbeat,
+    Hello,
+    Message,
+    Ping,
+    Stop,
+    ToTrainer,
+    Unsynced,
+)
 from pasync.observe.console import say
 from pasync.processes import report_lost
 from pasync.rollout.admission import Load, choose, order
@@ -28,6 +47,9 @@ from pasync.transport.channel import ServerChannel, server_name
 log = logging.getLogger(__name__)
 WAKE: Any = object()
 """Ends a wait on a queue, so that the waiter looks again at what has changed."""
+ENDED: Any = object()
+"""In the queue of held-out groups: no more come of this evaluation, and no server works on it."""
+Key = tuple[int, str, int]
 
 
 @dataclass(frozen=True)
@@ -48,8 +70,10 @@ class Server:
     last_heard: float
     version: int | None = None
     """Of the groups it may get; None until it is admitted."""
-    working_on: dict[tuple[int, int], Task] = field(default_factory=dict)
-    """By (version, group id): what it was given and has not answered."""
+    working_on: dict[Key, Task] = field(default_factory=dict)
+    """By (version, held-out set, group id): what it was given and has not answered."""
+    recalled: float | None = None
+    """When it was told to Cancel, until it has."""
     dropped_frames: int = 0
     """As it last said."""
 
@@ -58,17 +82,25 @@ class Server:
         expected = sum(task.expected_tokens for task in self.working_on.values())
         return Load(self.hello.credits, self.free, len(self.working_on), expected)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether its groups are held-out ones."""
+        return self.recalled is not None or any(task.message.held_out for task in self.working_on.values())
+
 
 class Fleet:
     """Gives groups to servers, and takes them back from those that are lost.
 
     Args:
         groups: gets each finished group with its unix time, and WAKE when a server is lost.
+        evaluated: the same of held-out groups, and ENDED.
         replies: gets (name, message) of all else: Hello, answers, and Unsynced of a server that is lost.
     """
 
-    def __init__(self, config: Config, channel: ServerChannel, groups: SimpleQueue[Any], replies: SimpleQueue[Any]) -> None:
-        self.config, self._channel, self._groups, self._replies = config, channel, groups, replies
+    def __init__(
+        self, config: Config, channel: ServerChannel, groups: SimpleQueue[Any], evaluated: SimpleQueue[Any], replies: SimpleQueue[Any]
+    ) -> None:
+        self.config, self._channel, self._groups, self._evaluated, self._replies = config, channel, groups, evaluated, replies
         self.present: tuple[str, ...] = ()
         """Names of the servers that are there. Never changed but replaced, so that any thread may read it."""
         self.requeued = self.dropped_by_servers = 0
@@ -76,6 +108,8 @@ class Fleet:
         self._servers: dict[str, Server] = {}
         self._lost: set[str] = set()
         self._pending: list[Task] = []
+        self._held_out: list[Task] = []
+        self._evaluating = self._ending = False
         self._pinged = 0.0
 
     @property
@@ -106,6 +140,14 @@ class Fleet:
         """Add groups to those that no server has yet."""
         self._order(self._pending + tasks)
 
+    def evaluate(self, tasks: list[Task]) -> None:
+        """Hand out held-out groups, in this order, while servers have nothing else; then ENDED."""
+        self._held_out, self._evaluating, self._ending = tasks, True, False
+
+    def end_evaluation(self) -> None:
+        """Hand out no more of it and cancel what is under way; then ENDED."""
+        self._ending = True
+
     def admit(self, names: list[str], version: int) -> None:
         """From here on these servers get groups of `version`."""
         for name in names:
@@ -114,22 +156,19 @@ class Fleet:
 
     def dispatch(self) -> None:
         """Give out groups as far as servers that hold their version have room."""
-        while self._pending:
-            task = self._pending[0]
-            version, size = task.message.version, task.message.sampling.num_responses
-            able = [name for name, server in self._servers.items() if server.version == version]
-            chosen = choose(self.config.rollout.admission, [self._servers[n].load for n in able], size, len(self._pending))
-            if chosen is None:
-                return
-            if self.send(able[chosen], task.message):
-                server = self._servers[able[chosen]]
-                server.free -= size
-                server.working_on[version, task.message.group_id] = task
-                del self._pending[0]
+        self._hand_out(self._pending, lambda server: not server.evaluates)
+        if self._pending or self._ending:
+            self._recall()
+        else:
+            self._hand_out(self._held_out, lambda server: server.recalled is None and (not server.working_on or server.evaluates))
+        over = self._ending or not self._held_out
+        if self._evaluating and over and not any(server.evaluates for server in self._servers.values()):
+            self._held_out, self._evaluating = [], False
+            self._evaluated.put(ENDED)
 
     def check(self) -> None:
         """Find those that are silent, or whose connection is gone: it closes when a process ends."""
-        now, limit = time.monotonic(), self.config.rollout.silence_s
+        now, limit, cancel_s = time.monotonic(), self.config.rollout.silence_s, self.config.sync.deadline_s
         # Without restarts only silence counts: a connection may come back, and nobody else could do the work.
         ping = bool(self.config.rollout.max_restarts) and now - self._pinged >= self.config.rollout.heartbeat_s
         self._pinged = now if ping else self._pinged
@@ -137,6 +176,8 @@ class Fleet:
             silent = now - server.last_heard
             if silent > limit:
                 self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}"))
+            elif server.recalled is not None and now - server.recalled > cancel_s:
+                self.lose(name, RolloutError(f"{name} did not cancel its evaluation within sync.deadline_s={cancel_s}"))
             elif ping:
                 self.send(name, Ping())
 
@@ -162,12 +203,13 @@ class Fleet:
         self._note_present()
         tasks = list(server.working_on.values())
         self.requeued += len(tasks)
-        self._order(tasks + self._pending)
+        self._put_back(tasks)
         say(f"{type(error).__name__}: {error}; {len(tasks)} groups go to other servers")
         self._stop(name)
         report_lost(f"server-{server.hello.server}", server.hello.pid, error)
         self._replies.put((name, Unsynced(str(error))))
         self._groups.put(WAKE)
+        self._evaluated.put(WAKE)
 
     def stop(self) -> None:
         """Tell all servers that the run is over."""
@@ -186,12 +228,18 @@ class Fleet:
         match message:
             case GroupDone(group=group, freed=freed):
                 server.free += freed
-                if server.working_on.pop(key := (group.version, group.group_id), None):
-                    self._groups.put((group, time.time()))
+                if server.working_on.pop(key := _key(group), None):
+                    (self._evaluated if group.held_out else self._groups).put((group, time.time()))
                 else:
                     self._channel.reader.drop(f"group {key}, which {name} was not asked for or has given before")
             case Freed(responses=freed):
                 server.free += freed
+            case Cancelled() if server.recalled is not None:
+                self._put_back(list(server.working_on.values()))
+                server.free, server.recalled = server.hello.credits, None
+                server.working_on.clear()
+            case Cancelled():
+                self._channel.reader.drop(f"a Cancelled of {name} that it was not asked for")
             case Failed(error=error, message=text):
                 self.lose(name, error_named(error, f"{name}: {text}"))
             case Heartbeat(dropped_frames=dropped):
@@ -202,8 +250,33 @@ class Fleet:
             case _:
                 self._replies.put((name, message))
 
+    def _hand_out(self, tasks: list[Task], takes: Callable[[Server], bool]) -> None:
+        while tasks:
+            message = tasks[0].message
+            version, size = message.version, message.sampling.num_responses
+            able = [name for name, server in self._servers.items() if server.version == version and takes(server)]
+            chosen = choose(self.config.rollout.admission, [self._servers[n].load for n in able], size, len(tasks))
+            if chosen is None:
+                return
+            if self.send(able[chosen], message):
+                server = self._servers[able[chosen]]
+                server.free -= size
+                server.working_on[_key(message)] = tasks.pop(0)
+
+    def _recall(self) -> None:
+        """Tell those that evaluate to Cancel."""
+        for name, server in list(self._servers.items()):
+            if server.evaluates and server.recalled is None:
+                server.recalled = time.monotonic()
+                self.send(name, Cancel())
+
+    def _put_back(self, tasks: list[Task]) -> None:
+        """Groups that are to be handed out again, before those that never were."""
+        self._held_out[:0] = [task for task in tasks if task.message.held_out]
+        self._order([task for task in tasks if not task.message.held_out] + self._pending)
+
     def _order(self, tasks: list[Task]) -> None:
-        self._pending = [tasks[i] for i in order(self.config.rollout.admission, [task.expected_tokens for task in tasks])]
+        self._pending[:] = [tasks[i] for i in order(self.config.rollout.admission, [task.expected_tokens for task in tasks])]
 
     def _note_present(self) -> None:
         self.present = tuple(sorted(self._servers, key=lambda name: self._servers[name].hello.server))
@@ -211,3 +284,7 @@ class Fleet:
     def _stop(self, name: str) -> None:
         with suppress(RolloutError):  # it may be gone
             self._channel.send(name, Stop())
+
+
+def _key(message: Generate | Group) -> Key:
+    return message.version, message.held_out, message.group_id

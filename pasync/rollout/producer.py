@@ -9,6 +9,7 @@ pull: what one gets when depends on its free slots (see admission.py). They may 
 after is raised by every later call, with its cause.
 
     muster: who is there  -->  weights of version t to them, checked  -->  admit(t): these get groups of version t
+    evaluate(held-out sets)  -->  sampled by servers that have nothing else  -->  next_evaluated
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pasync.errors import PasyncError, RolloutError
 from pasync.messages import Generate, Group, Hello, Message, Sampling, ToTrainer, Unsynced, int_bytes
 from pasync.observe.console import progress, status
 from pasync.rollout.admission import Lengths
-from pasync.rollout.fleet import WAKE, Fleet, Task
+from pasync.rollout.fleet import ENDED, WAKE, Fleet, Task
 from pasync.transport.channel import Keys, ServerChannel
 
 SHOW_EVERY_S = 1.0
@@ -54,15 +55,19 @@ class RolloutProducer:
         """Groups submitted and not yet taken."""
         self.taken: list[tuple[Group, float]] = []
         """Groups taken since the last submit, in the order taken, with the unix times at which they arrived."""
+        self.evaluating = False
+        """Whether an evaluation has begun and `next_evaluated` has not come to its end."""
         self._channel = ServerChannel(address, keys)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._groups: queue.SimpleQueue[tuple[Group, float]] = queue.SimpleQueue()
+        self._evaluated: queue.SimpleQueue[tuple[Group, float]] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[tuple[str, ToTrainer]] = queue.SimpleQueue()
         self.lengths = Lengths()
         self._prompts: list[Prompt] = []  # of the batch submitted last, by group id
         self._sampling, self._version = Sampling(1, 1.0, 1), -1
         self._failed, self._failure = threading.Event(), PasyncError("not failed")
-        self._fleet = Fleet(config, self._channel, self._groups, self._replies)  # its methods: the producer thread only
+        # its methods: the producer thread only
+        self._fleet = Fleet(config, self._channel, self._groups, self._evaluated, self._replies)
         self._stopping, self._shown = False, 0.0
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
 
@@ -89,7 +94,7 @@ class RolloutProducer:
 
     def extend(self, prompts: list[Prompt]) -> None:
         """Add prompts to the batch submitted last; the numbers of their groups go on. Returns at once."""
-        tasks = [self._task(i, p) for i, p in enumerate(prompts, len(self._prompts))]
+        tasks = [self._task(i, p, self._version, self._sampling) for i, p in enumerate(prompts, len(self._prompts))]
         self._prompts += prompts
         self.in_flight += len(tasks)
         self._command(lambda: self._fleet.enqueue(tasks))
@@ -113,10 +118,34 @@ class RolloutProducer:
         self.lengths.learn(self._prompts[group.group_id], group)
         return group
 
+    def evaluate(self, held_out: dict[str, list[Prompt]], version: int, samplings: dict[str, Sampling]) -> None:
+        """Hand over held-out sets; group i of a set belongs to its prompt i. Returns at once. No group of a batch waits for them."""
+        assert not self.evaluating
+        self.evaluating = True
+        sets = [(name, i, p) for name, prompts in held_out.items() for i, p in enumerate(prompts)]
+        tasks = [self._task(i, p, version, samplings[name], name) for name, i, p in sets]
+        self._command(lambda: self._fleet.evaluate(tasks))
+
+    def next_evaluated(self, wait_s: float) -> Group | None:
+        """The next held-out group. None at the end (not `evaluating` then), if none comes within `wait_s`, or if all servers are lost."""
+        item = self._next(self._evaluated, wait_s, until=lambda: self.deserted)
+        if item is ENDED:
+            self.evaluating = False
+        return None if item is None or item is ENDED else item[0]
+
+    def end_evaluation(self) -> None:
+        """Cancel what is left of it. Returns at once; the end comes when no server works on it."""
+        self._command(self._fleet.end_evaluation)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether all servers are lost that were admitted last."""
+        return not set(self._admitted) & set(self._fleet.present)
+
     @property
     def stranded(self) -> bool:
         """Whether groups are in flight of which none can be finished before a server gets the weights again."""
-        return self.in_flight > 0 and not set(self._admitted) & set(self._fleet.present)
+        return self.in_flight > 0 and self.deserted
 
     @property
     def requeued(self) -> int:
@@ -130,8 +159,9 @@ class RolloutProducer:
 
     def require_idle(self) -> None:
         """Raise RolloutError if a server may be sampling a group: weights must not change under it."""
-        if self.in_flight and not self.stranded:
-            raise RolloutError(f"{self.in_flight} groups are still in flight, weights cannot change now")
+        if (self.in_flight or self.evaluating) and not self.deserted:
+            held_out = ", and held-out ones" * self.evaluating
+            raise RolloutError(f"{self.in_flight} groups are still in flight{held_out}, weights cannot change now")
 
     def muster(self) -> bool:
         """Take the servers that are there as those of the next sync; a new one gets no group before `admit`.
@@ -192,11 +222,10 @@ class RolloutProducer:
         """The failure of a server, if there is one or one is noticed within `wait_s`."""
         return self._failure if self._failed.wait(wait_s) else None
 
-    def _task(self, group_id: int, prompt: Prompt) -> Task:
-        sampling = self._sampling
+    def _task(self, group_id: int, prompt: Prompt, version: int, sampling: Sampling, held_out: str = "") -> Task:
         if prompt.max_tokens:
             sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, prompt.max_tokens))
-        message = Generate(self._version, group_id, int_bytes(prompt.ids), prompt.text, prompt.sample, sampling)
+        message = Generate(version, group_id, int_bytes(prompt.ids), prompt.text, prompt.sample, sampling, held_out)
         return Task(message, self.lengths.expect(prompt, sampling.max_tokens))
 
     def _await_servers(self) -> None:
@@ -252,8 +281,8 @@ class RolloutProducer:
             self._failure = error if isinstance(error, PasyncError) else RolloutError(f"{type(error).__name__}: {error}")
             log.exception("the producer thread failed")
             self._failed.set()
-            self._groups.put(WAKE)
-            self._replies.put(WAKE)
+            for waited_on in (self._groups, self._evaluated, self._replies):
+                waited_on.put(WAKE)
 
     def _show(self) -> None:
         """Tell who watches what goes on, about once a second."""

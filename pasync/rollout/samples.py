@@ -1,9 +1,10 @@
 """A few responses of every iteration, for people to read.
 
-    groups --Samples--> <run>/samples.jsonl    best and worst of each batch; the first held-out problems, each time they are evaluated
+    groups --Samples--> <run>/samples.jsonl    best and worst of each batch; the first problems of each held-out set, each time they are
+                                               evaluated
 
-Bounded: two lines per iteration and HELD_OUT per evaluation, texts cut in the middle. The file is ASCII: whatever a model or a data set
-says, lone surrogates and U+2028 included, is escaped, so a line is a line.
+Bounded: two lines per iteration and HELD_OUT per set and evaluation, texts cut in the middle. The file is ASCII: whatever a model or a
+data set says, lone surrogates and U+2028 included, is escaped, so a line is a line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pasync.messages import Group, Response, int_bytes
 from pasync.observe.trace import drop_lines
 
 HELD_OUT = 16
-"""Problems whose answers are kept at every evaluation."""
+"""Problems of a set whose answers are kept at every evaluation."""
 KEPT_CHARACTERS = 2000
 """Of each text."""
 
@@ -46,17 +47,18 @@ class Samples:
             self._write(iteration, "best", *max(answers, key=lambda answer: answer[1].reward))
             self._write(iteration, "worst", *min(answers, key=lambda answer: answer[1].reward))
 
-    def held_out(self, iteration: int, groups: list[Group], prompts: list[Prompt]) -> None:
-        """Keep the first response to each of the first held-out prompts."""
+    def held_out(self, iteration: int, name: str, groups: list[Group], prompts: list[Prompt]) -> None:
+        """Keep the first response to each of the first prompts of a held-out set."""
         answers = {group.prompt_ids: group.responses[0] for group in groups}
         for prompt in prompts[:HELD_OUT]:
             if response := answers.get(int_bytes(prompt.ids)):
-                self._write(iteration, "held-out", prompt, response)
+                self._write(iteration, "held-out", prompt, response, name)
 
-    def _write(self, iteration: int, kind: str, prompt: Prompt, response: Response) -> None:
+    def _write(self, iteration: int, kind: str, prompt: Prompt, response: Response, name: str = "") -> None:
         line = {
-            "iteration": iteration, "kind": kind, "index": prompt.index, "prompt": _cut(prompt.text), "response": _cut(response.text),
-            "reward": response.reward, "reward_error": response.reward_error, "tokens": len(response.ids) // 4, "ended": response.ended,
+            "iteration": iteration, "kind": kind, "set": name, "index": prompt.index, "prompt": _cut(prompt.text),
+            "response": _cut(response.text), "reward": response.reward, "reward_error": response.reward_error,
+            "tokens": len(response.ids) // 4, "ended": response.ended,
         }  # fmt: skip
         with self.path.open("a", encoding="ascii") as file:
             file.write(json.dumps(line) + "\n")
@@ -70,10 +72,10 @@ def read_samples(run: Path) -> list[dict[str, Any]]:
 
 def most_changed(samples: list[dict[str, Any]], count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """(first, last) answer to those held-out problems whose reward changed most, at most `count`; the same texts are left out."""
-    by_problem: dict[int, list[dict[str, Any]]] = {}
+    by_problem: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for sample in samples:
         if sample["kind"] == "held-out":
-            by_problem.setdefault(sample["index"], []).append(sample)
+            by_problem.setdefault((sample["set"], sample["index"]), []).append(sample)
     pairs = [(found[0], found[-1]) for found in by_problem.values() if found[0]["response"] != found[-1]["response"]]
     return sorted(pairs, key=lambda pair: -abs(pair[1]["reward"] - pair[0]["reward"]))[:count]
 

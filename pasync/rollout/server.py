@@ -20,6 +20,8 @@ import msgspec
 from pasync.config import Config
 from pasync.errors import RolloutError
 from pasync.messages import (
+    Cancel,
+    Cancelled,
     Failed,
     Freed,
     Generate,
@@ -63,6 +65,7 @@ class RolloutServer:
         self.rewards, self.tokenizer = rewards, tokenizer
         self.version: int | None = -1  # None: of no version as a whole
         self._freed = 0  # responses that ended and were not reported yet
+        self._evaluation: set[asyncio.Task[None]] = set()  # held-out groups
 
     async def run(self) -> None:
         """Serve until Stop. Any failure is told to the trainer and raised; one is a trainer that is gone."""
@@ -81,13 +84,19 @@ class RolloutServer:
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
         await self.channel.send(Hello(server=self.index, pid=os.getpid(), credits=self.config.rollout.max_num_seqs))
         while not isinstance(message := await self.channel.receive(), Stop):
-            if not isinstance(message, Ping):
-                tasks.create_task(self._answer(message))
+            if isinstance(message, Ping):
+                continue
+            task = tasks.create_task(self._answer(message))
+            if isinstance(message, Generate) and message.held_out:
+                self._evaluation.add(task)
+                task.add_done_callback(self._evaluation.discard)
 
-    def _answer(self, message: Generate | Join | Sync | Probe) -> Coroutine[Any, Any, None]:
+    def _answer(self, message: Generate | Cancel | Join | Sync | Probe) -> Coroutine[Any, Any, None]:
         match message:
             case Generate():
                 return self._generate(message)
+            case Cancel():
+                return self._cancel()
             case Join():
                 return self._join(message)
             case Sync():
@@ -108,9 +117,18 @@ class RolloutServer:
         responses = await asyncio.gather(*(self._respond(task, k) for k in range(task.sampling.num_responses)))
         if task.version != self.version:
             raise RolloutError(f"weights changed from version {task.version} to {self.version} while group {task.group_id} was sampled")
-        group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time(), self.index)
+        group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time(), self.index, task.held_out)
         freed, self._freed = self._freed, 0
         await self.channel.send(GroupDone(group, freed))
+
+    async def _cancel(self) -> None:
+        """Give up all held-out groups. Nothing else is under way then: a server gets either kind of group at a time."""
+        given_up = list(self._evaluation)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)  # each has taken its requests out of the engine
+        self._freed = 0
+        await self.channel.send(Cancelled())
 
     async def _respond(self, task: Generate, k: int) -> Response:
         ids, logprobs, ended = await self.engine.sample(

@@ -25,7 +25,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from pasync.errors import RolloutError
-from pasync.messages import MAX_FRAME_BYTES, FrameReader, Message, ToServer, ToTrainer, pack
+from pasync.frames import MAX_FRAME_BYTES, FrameReader, pack
+from pasync.messages import Message, ToServer, ToTrainer
 
 PING_MS = 10_000
 """A trainer that answers no ping for so long is gone; a host without power says no goodbye."""

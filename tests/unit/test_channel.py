@@ -13,7 +13,8 @@ from workers import free_port
 from zmq.utils.monitor import recv_monitor_message
 
 from pasync.errors import RolloutError
-from pasync.messages import Heartbeat, Hello, Stop, ToTrainer, pack
+from pasync.frames import pack
+from pasync.messages import Heartbeat, Hello, Stop, ToTrainer
 from pasync.transport.channel import Keys, ServerChannel, TrainerChannel
 
 HELLO = Hello(server=0, pid=1, credits=4)

@@ -6,24 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pasync import messages
-from pasync.messages import (
-    WIRE_VERSION,
-    BadMessage,
-    Failed,
-    FrameReader,
-    Generate,
-    Group,
-    GroupDone,
-    Hello,
-    Response,
-    Sampling,
-    Stop,
-    ToServer,
-    ToTrainer,
-    int_bytes,
-    ints,
-    pack,
-)
+from pasync.frames import WIRE_VERSION, BadMessage, FrameReader, pack
+from pasync.messages import Failed, Generate, Group, GroupDone, Hello, Response, Sampling, Stop, ToServer, ToTrainer, int_bytes, ints
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 SCALAR = st.one_of(st.none(), st.booleans(), st.floats(allow_nan=False), TEXT)

@@ -18,10 +18,9 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.data.prompts import Prompt
 from pasync.errors import RolloutError
+from pasync.frames import WIRE_VERSION, FrameReader, pack
 from pasync.messages import (
-    WIRE_VERSION,
     Failed,
-    FrameReader,
     Freed,
     Generate,
     Group,
@@ -36,7 +35,6 @@ from pasync.messages import (
     Synced,
     ToServer,
     Unsynced,
-    pack,
 )
 from pasync.rollout.producer import RolloutProducer
 from pasync.transport.channel import server_name

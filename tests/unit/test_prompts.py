@@ -43,7 +43,7 @@ def make_config(folder: Path, rows: int = 5, groups: int = 2, seed: int = 0, eva
     return Config.model_validate({
         "name": "t", "seed": seed, "iterations": 1, "model": {"path": "m"}, "optimizer": {"lr": 1}, "rollout": {"max_tokens": 1},
         "algorithm": {"batch_groups": groups, "group_responses": 2},
-        "data": {"train": source("train.jsonl", rows), "eval": source("eval.jsonl", eval_rows) if eval_rows else None, **data},
+        "data": {"train": source("train.jsonl", rows), "eval": {"h": source("eval.jsonl", eval_rows)} if eval_rows else None, **data},
     })
 
 
@@ -83,8 +83,8 @@ def test_a_raw_prompt_follows_the_tokenizers_rule_but_is_left_open(tmp_path: Pat
 
 
 def test_held_out_prompts_keep_their_order(tmp_path: Path) -> None:
-    assert PromptStream(make_config(tmp_path), make_tokenizer()).held_out == []
-    held_out = PromptStream(make_config(tmp_path, eval_rows=4), make_tokenizer()).held_out
+    assert PromptStream(make_config(tmp_path), make_tokenizer()).held_out == {}
+    held_out = PromptStream(make_config(tmp_path, eval_rows=4), make_tokenizer()).held_out["h"]
     assert [p.index for p in held_out] == [0, 1, 2, 3]
 
 

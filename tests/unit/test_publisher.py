@@ -19,8 +19,9 @@ from workers import free_port
 
 from pasync import leader
 from pasync.errors import Preempted, RolloutError
+from pasync.frames import pack
 from pasync.leader import Publisher
-from pasync.messages import Failed, Generate, Join, Joined, Probe, Probed, Stop, Sync, Synced, Unsynced, float_bytes, pack
+from pasync.messages import Failed, Generate, Join, Joined, Probe, Probed, Stop, Sync, Synced, Unsynced, float_bytes
 from pasync.placement import Placement
 from pasync.preemption import Preemption
 from pasync.rollout.producer import RolloutProducer

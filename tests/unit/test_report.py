@@ -44,7 +44,7 @@ def run_folder(folder: Path, *, seed: int = 0, schedule: str = "periodic", itera
     for t in range(iterations):
         batch = [answered(prompts[i], i, [HOSTILE[(t // 10 + i) % 4], HOSTILE[i % 4]], [float(t > i), 0.0]) for i in range(groups)]
         samples.batch(t, batch, prompts)
-        samples.held_out(t, batch if t % 10 == 0 else [], prompts)
+        samples.held_out(t, "sums", batch if t % 10 == 0 else [], prompts)
         for i, group in enumerate(batch):
             trace.group(t, msgspec.structs.replace(group, started=10.0 * t + i, finished=10 * t + i + 2.5), 10 * t + i + 2.6)
             trace.add("micro-batch", t, 10 * t + i + 2.6, 10 * t + i + 3.5, groups=1, tokens=9)

@@ -46,8 +46,7 @@ def checkpoint(name: str, folder: Path) -> Path:
 
 
 def datasets(path: Path) -> list[DatasetConfig]:
-    data = load(path).data
-    return [part for part in (data.train, data.eval) if part]
+    return list(load(path).data.sets.values())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -19,7 +19,8 @@ from test_producer import config, prompts, wait_until
 from workers import free_port
 
 from pasync import messages
-from pasync.messages import WIRE_VERSION, Sampling, Sync, Synced, int_bytes
+from pasync.frames import WIRE_VERSION
+from pasync.messages import Sampling, Sync, Synced, int_bytes
 from pasync.rollout.producer import RolloutProducer
 from pasync.rollout.server import RolloutServer
 from pasync.transport.channel import TrainerChannel, server_name
