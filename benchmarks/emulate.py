@@ -182,9 +182,8 @@ def train(address: str, servers: int, names: list[str], rounds: int) -> None:
     """Every case with both schedules in turns, on one rank; rank 0 prints a JSON line for each, with medians after a round of warm-up."""
     with join_ranks("cpu", deadline_s=120) as ranks, contextlib.ExitStack() as stack:
         config, version = configuration(servers, ranks.size), 0
-        producer = stack.enter_context(contextlib.redirect_stdout(sys.stderr)) and None
-        if ranks.is_first:
-            producer = stack.enter_context(RolloutProducer(config, address))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        producer = stack.enter_context(RolloutProducer(config, address)) if ranks.is_first else None
         for name in names:
             seen: dict[str, list[dict[str, float]]] = {"sync": [], "periodic": []}
             for _ in range(1 + rounds):

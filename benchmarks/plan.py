@@ -63,10 +63,11 @@ def cost(line: Line, how: str) -> float:
     return line[f"{how}_s"] * (3 - (line["split"] == "1+1"))  # type: ignore[no-any-return]
 
 
-def real(case: str, pairs: int, folder: Path) -> Iterator[Line]:
+def real(case: str, groups: int | None, pairs: int, folder: Path) -> Iterator[Line]:
     """Both schedules of one case of `overlap`."""
     folder.mkdir(parents=True)
-    tree = overlap.configuration(folder, overlap.CASES[case])
+    shape = overlap.CASES[case]
+    tree = overlap.configuration(folder, shape._replace(groups=groups or shape.groups))
     lines = alternated(folder, tree, "schedule=sync", "schedule=periodic", pairs)
     run = folder / "run"
     calibration, works = calibrate(run, chosen=range(2 * WARM_UP, 2 * (WARM_UP + pairs), 2))
@@ -85,13 +86,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("emulated", "real"))
     parser.add_argument("--cases", nargs="+", choices=overlap.CASES, default=list(overlap.CASES), help="real ones")
+    parser.add_argument("--groups", type=int, help="of a real case; fewer than its own save time")
     parser.add_argument("--rounds", type=int, default=3, help="measured iterations of each schedule")
     options = parser.parse_args()
     for line in emulated(options.rounds) if options.only != "real" else ():
         print(json.dumps(line), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         for case in options.cases if options.only != "emulated" else ():
-            for line in real(case, options.rounds, Path(scratch).resolve() / case):
+            for line in real(case, options.groups, options.rounds, Path(scratch).resolve() / case):
                 print(json.dumps(line), flush=True)
 
 
