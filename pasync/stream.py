@@ -8,7 +8,7 @@ trainer never waits for more once a group is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -18,6 +18,7 @@ from pasync.config import Config
 from pasync.data.packing import has_gradient
 from pasync.messages import Group
 from pasync.parallel.ranks import Ranks
+from pasync.rollout.admission import share
 
 
 class Round(msgspec.Struct):
@@ -69,29 +70,3 @@ def stream_micro_batches(batch: Batch | None, config: Config, ranks: Ranks) -> I
         round_ = _decoder.decode(ranks.from_first(next_round, ranks.mesh.stage))
         more = round_.more
         yield round_.shares[ranks.mesh.data.index]
-
-
-def share(
-    groups: list[Group], given: list[int], budget: int, cost: Callable[[Group], int]
-) -> tuple[list[list[Group]], list[Group]]:
-    """Deal groups out to the ranks, none beyond `budget` unless it is alone.
-
-    The next largest group goes to the rank with the least in this round, among equals to the one with the least so far.
-
-    Args:
-        given: tokens that each rank was given in earlier rounds.
-
-    Returns:
-        (one list per rank, the groups that did not fit); at least one group is always given out.
-    """
-    shares: list[list[Group]] = [[] for _ in given]
-    loads = [0] * len(given)
-    rest: list[Group] = []
-    for group in sorted(groups, key=cost, reverse=True):  # stable: equal costs stay in completion order
-        rank = min(range(len(given)), key=lambda r: (loads[r], given[r]))
-        if loads[rank] and loads[rank] + cost(group) > budget:
-            rest.append(group)
-            continue
-        shares[rank].append(group)
-        loads[rank] += cost(group)
-    return shares, rest

@@ -1,4 +1,4 @@
-"""Which group next, and to which server: pure functions of what is known when the question comes up.
+"""Which group next, to which server, and to which rank: pure functions of what is known when the question comes up.
 
     fifo           the whole batch at once, dealt out evenly; the engine's own queue holds what it cannot sample yet
     group_first    in the order of the batch, floor(slots / K) groups at a time: groups finish one after the other, so training
@@ -12,13 +12,16 @@ the least to do; waiting at a busy server while another one runs dry would keep 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
 from pasync.data.prompts import Prompt
 from pasync.messages import Group
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,47 @@ def choose(admission: str, loads: Sequence[Load], responses: int, left: int) -> 
         return min(ready, key=lambda i: loads[i].expected_tokens, default=None)
     ready = [i for i in servers if loads[i].free - responses >= -loads[i].slots]
     return max(ready, key=lambda i: loads[i].free, default=None)
+
+
+def share(groups: list[Work], given: list[int], budget: int, cost: Callable[[Work], int]) -> tuple[list[list[Work]], list[Work]]:
+    """Deal groups out to the ranks, none beyond `budget` unless it is alone.
+
+    The next largest group goes to the rank with the least in this round, among equals to the one with the least so far.
+
+    Args:
+        given: tokens that each rank was given in earlier rounds.
+
+    Returns:
+        (one list per rank, the groups that did not fit); at least one group is always given out.
+    """
+    shares: list[list[Work]] = [[] for _ in given]
+    loads = [0] * len(given)
+    rest: list[Work] = []
+    for group in sorted(groups, key=cost, reverse=True):  # stable: equal costs stay in completion order
+        rank = min(range(len(given)), key=lambda r: (loads[r], given[r]))
+        if loads[rank] and loads[rank] + cost(group) > budget:
+            rest.append(group)
+            continue
+        shares[rank].append(group)
+        loads[rank] += cost(group)
+    return shares, rest
+
+
+class Credit:
+    """Slots of a server that came free and that the trainer does not know of yet. Belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._slots = 0
+
+    def free(self, enough: int) -> int:
+        """Count an ended response; slots to tell of now: none before there is room for a whole group."""
+        self._slots += 1
+        return self.take() if self._slots >= enough else 0
+
+    def take(self) -> int:
+        """All of them; a finished group tells of them in any case."""
+        slots, self._slots = self._slots, 0
+        return slots
 
 
 class Lengths:

@@ -44,6 +44,7 @@ from pasync.messages import (
     ints,
 )
 from pasync.rewards.pool import RewardPool
+from pasync.rollout.admission import Credit
 from pasync.transport.channel import TrainerChannel
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class RolloutServer:
         self.config, self.index, self.engine, self.channel = config, index, engine, channel
         self.rewards, self.tokenizer = rewards, tokenizer
         self.version: int | None = -1  # None: of no version as a whole
-        self._freed = 0  # responses that ended and were not reported yet
+        self._credit = Credit()
         self._evaluation: set[asyncio.Task[None]] = set()  # held-out groups
 
     async def run(self) -> None:
@@ -118,8 +119,7 @@ class RolloutServer:
         if task.version != self.version:
             raise RolloutError(f"weights changed from version {task.version} to {self.version} while group {task.group_id} was sampled")
         group = Group(task.version, task.group_id, task.prompt_ids, list(responses), started, time.time(), self.index, task.held_out)
-        freed, self._freed = self._freed, 0
-        await self.channel.send(GroupDone(group, freed))
+        await self.channel.send(GroupDone(group, self._credit.take()))
 
     async def _cancel(self) -> None:
         """Give up all held-out groups. Nothing else is under way then: a server gets either kind of group at a time."""
@@ -127,7 +127,7 @@ class RolloutServer:
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)  # each has taken its requests out of the engine
-        self._freed = 0
+        self._credit.take()
         await self.channel.send(Cancelled())
 
     async def _respond(self, task: Generate, k: int) -> Response:
@@ -137,19 +137,13 @@ class RolloutServer:
             max_tokens=task.sampling.max_tokens,
             request=f"{task.version}-{task.group_id}-{k}-{time.monotonic_ns()}",
         )
-        await self._free_slot(task.sampling.num_responses)
+        if freed := self._credit.free(task.sampling.num_responses):
+            await self.channel.send(Freed(freed))
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
         reward, error = 0.0, ""
         if ended or not self.config.rewards.truncated_is_wrong:
             reward, error = await self.rewards.score(task.prompt, text, ids, task.sample)
         return Response(int_bytes(ids), float_bytes(logprobs), text, ended, reward, error)
-
-    async def _free_slot(self, enough: int) -> None:
-        """Count an ended response; tell the trainer once there is room for a whole group."""
-        self._freed += 1
-        if self._freed >= enough:
-            freed, self._freed = self._freed, 0
-            await self.channel.send(Freed(freed))
 
     async def _join(self, message: Join) -> None:
         try:
