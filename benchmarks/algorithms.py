@@ -1,9 +1,9 @@
-"""Does every choice learn? `python -m benchmarks.algorithms [--iterations N] [--seeds N]`: one JSON line per case and seed.
+"""Does every choice learn? `python -m benchmarks.algorithms [--iterations N] [--seeds N ..]`: one JSON line per case and seed.
 
-`configs/tiny_cpu.yaml` on a real vLLM server and a rank, one pair of processes for all: before each case the rank takes a new trainer
-with the starting weights, which reach the server with the next sync. Accuracies are the exact chance that a response sampled at
-temperature 1 is right, mean over the held-out rows: without any noise of sampling. On-policy all losses have one gradient, so those
-with a ratio do two updates per batch.
+The trainer, prompts, reward and model of `configs/tiny_cpu.yaml` with a quarter of its batch, in one process: responses are sampled by
+transformers' `generate` instead of a server, because 27 cases and three seeds should take minutes. Accuracies are the exact chance that
+a response sampled at temperature 1 is right, mean over the held-out rows: without any noise of sampling. On-policy all losses have one
+gradient, so those with a ratio do two updates per batch.
 """
 
 from __future__ import annotations
@@ -11,37 +11,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
-import tempfile
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
-from benchmarks.alternate import launch_pair
-from pasync import device as devices
+import torch
+from transformers import AutoModelForCausalLM
+
 from pasync.config import Config
 from pasync.configfile import load
-from pasync.data.prompts import PromptStream
+from pasync.data.prompts import Prompt, PromptStream
 from pasync.data.tasks import sorting
-from pasync.leader import Leader
+from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.model.causal_lm import load_tokenizer
+from pasync.model.prepare import prepare
 from pasync.model.tiny import sampled_accuracy
-from pasync.observe.metrics import read_metrics
-from pasync.observe.trace import Trace
 from pasync.parallel.ranks import Ranks, join_ranks
-from pasync.placement import Placement
-from pasync.processes import die_with_parent, report_fatal
+from pasync.rewards.functions import exact
 from pasync.sections import Advantage, Normalizer, PolicyLoss
-from pasync.train import iterate, lead
 from pasync.trainer import Trainer
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
-CHEAPER = ("algorithm.batch_groups=32", "eval.every=0", "data.eval=null")
-"""Half the batch: noisier, but 27 cases and three seeds take a while."""
 RANGES = {"gspo": ("3e-4", "4e-4")}
 """Of the clipping, where 0.2 is not what the paper uses."""
+CHEAP = ("algorithm.batch_groups=16", "optimizer.warmup_iterations=1")
 Case = dict[str, str]
 
 
@@ -57,70 +52,77 @@ def cases() -> Iterator[Case]:
             yield case | {"clip_low": low, "clip_high": high}
 
 
-def measure(config: Config, case: Case, leader: Leader, ranks: Ranks) -> dict[str, object]:
+class Sampler:
+    """Transformers' model with the trainer's weights."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.tokenizer = config, load_tokenizer(Path(config.model.path))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+
+    def take(self, trainer: Trainer) -> None:
+        """The trainer's weights of now."""
+        self.model.load_state_dict(dict(trainer.models.weights()), strict=False)  # a tied head is not listed
+
+    @torch.no_grad()
+    def groups(self, prompts: list[Prompt], version: int) -> list[Group]:
+        """One of each prompt, scored."""
+        count, longest = self.config.algorithm.group_responses, max(len(prompt.ids) for prompt in prompts)
+        pads = [longest - len(prompt.ids) for prompt in prompts]
+        ids = torch.tensor([[0] * pad + list(prompt.ids) for pad, prompt in zip(pads, prompts, strict=True)])
+        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        out = self.model.generate(
+            ids.repeat_interleave(count, 0), attention_mask=mask.repeat_interleave(count, 0), max_new_tokens=self.config.rollout.max_tokens,
+            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        tokens = out.sequences[:, longest:]  # [B K, R]
+        logprobs = torch.stack(out.logits, 1).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        made = iter(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        return [
+            Group(version, i, int_bytes(prompt.ids), [self._scored(prompt, *next(made)) for _ in range(count)], 0.0, 0.0)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def _scored(self, prompt: Prompt, ids: list[int], logprobs: list[float]) -> Response:
+        ended = self.tokenizer.eos_token_id in ids
+        length = ids.index(self.tokenizer.eos_token_id) + 1 if ended else len(ids)
+        text = self.tokenizer.decode(ids[: length - 1])
+        reward = exact(prompt.text, text, ids[:length], dict(prompt.sample)) if ended else 0.0
+        return Response(int_bytes(ids[:length]), float_bytes(logprobs[:length]), text, ended, reward)
+
+
+def measure(config: Config, case: Case, ranks: Ranks) -> dict[str, object]:
     """Train from the starting weights and give the JSON line."""
-    began, folder = time.perf_counter(), Path(config.model.path)
-    trainer, prompts = Trainer(config, folder, ranks), PromptStream(config, load_tokenizer(folder))
-    vars(leader).update(config=config, trainer=trainer, prompts=prompts)
-    assert leader.publisher
-    vars(leader.publisher).update(config=config, trainer=trainer)
-    start = accuracy(trainer)
+    began = time.perf_counter()
+    trainer, sampler = Trainer(config, Path(config.model.path), ranks), Sampler(config)
+    prompts, clipped = PromptStream(config, sampler.tokenizer), 0.0
+    torch.manual_seed(config.seed)
+    start = sampled_accuracy(sampler.model, sorting()[1])
     for t in range(config.iterations):
-        iterate(t, config, leader, trainer, leader.trace)
-    clipped = [line["policy/clipped_frac"] for line in read_metrics(leader.run)[-config.iterations :]]
-    return case | {
-        "seed": config.seed,
-        "iterations": config.iterations,
-        "start": round(start, 4),
-        "end": round(accuracy(trainer), 4),
-        "clipped": sum(x or 0.0 for x in clipped) / len(clipped),
-        "seconds": round(time.perf_counter() - began, 1),
-    }
-
-
-def accuracy(trainer: Trainer) -> float:
-    """Exact sampled accuracy on the held-out rows."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(trainer.config.model.path, dtype="float32")
-    model.load_state_dict(dict(trainer.models.weights()), strict=False)  # a tied head is not listed
-    return sampled_accuracy(model, sorting()[1])
-
-
-def work(run: Path, seeds: int) -> None:
-    """All cases, one after the other; lines go to the run folder, seed after seed."""
-    config, placement = load(run / "config.yaml"), Placement.load(run / "placement.json")
-    devices.pin(placement.ranks[0])
-    folder = Path(config.model.path)
-    with join_ranks("cpu", deadline_s=config.parallel.deadline_s) as ranks, ExitStack() as stack:
-        trainer, prompts = Trainer(config, folder, ranks), PromptStream(config, load_tokenizer(folder))
-        leader = Leader(config, run, placement, trainer, prompts, 0, Trace(run, "rank-0", 0))
-        lead(trainer, leader, Leader.start, stack)
-        for seed in range(seeds):
-            for case in cases():
-                overrides = [f"algorithm.{key}={value}" for key, value in case.items()]
-                line = measure(load(run / "config.yaml", [f"seed={seed}", *overrides]), case, leader, ranks)
-                with (run / "algorithms.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+        trainer.forward_backward([sampler.groups(prompts.batch(t), t)])
+        clipped += trainer.optimizer_step(t)["policy/clipped_frac"] / config.iterations
+        sampler.take(trainer)
+    end = sampled_accuracy(sampler.model, sorting()[1])
+    seconds = time.perf_counter() - began
+    return case | {"seed": config.seed, "iterations": config.iterations, "start": start, "end": end, "clipped": clipped, "seconds": seconds}
 
 
 def main() -> None:
-    """Entry of the command, and of the rank (RUN SEEDS)."""
-    if "RANK" in os.environ:
-        die_with_parent()
-        run = Path(sys.argv[1])
-        with report_fatal(run, "rank-0"):
-            return work(run, int(sys.argv[2]))
+    """Entry of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--run", default=None, help="keep the run folder here; lines are in its algorithms.jsonl as they come")
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(options.run or folder) / "run"
-        config = load(TINY, [f"run.dir={run}", f"iterations={options.iterations}", *CHEAPER])
-        launch_pair(config, "benchmarks.algorithms", str(options.seeds))
-        print((run / "algorithms.jsonl").read_text(), end="")
+    torch.set_num_threads(1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    common = [f"iterations={options.iterations}", f"model.path={prepare('tiny-sort')}", *CHEAP]
+    with join_ranks("cpu", deadline_s=60) as ranks:
+        for seed in options.seeds:
+            for case in cases():
+                overrides = [f"algorithm.{key}={value}" for key, value in case.items()]
+                print(json.dumps(measure(load(TINY, [*common, f"seed={seed}", *overrides]), case, ranks)), flush=True)
 
 
 if __name__ == "__main__":

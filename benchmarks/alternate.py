@@ -36,6 +36,8 @@ WARM_UP = 1
 def alternated(folder: Path, tree: Line, a: str, b: str, pairs: int) -> tuple[list[Line], list[Line]]:
     """Metrics of `pairs` iterations of each variant, after the warm-up.
 
+    Servers have core 0, the rank has core 1.
+
     Args:
         folder: of the run.
         tree: the configuration, without iterations.
@@ -43,26 +45,22 @@ def alternated(folder: Path, tree: Line, a: str, b: str, pairs: int) -> tuple[li
     """
     path = folder / "benchmark.yaml"
     path.write_text(json.dumps(tree | {"iterations": 2 * (pairs + WARM_UP)}))
-    launch_pair(load(path, [f"run.dir={folder / 'run'}"]), "benchmarks.alternate", a, b)
-    lines = [line for line in read_metrics(folder / "run") if "time/step_s" in line][2 * WARM_UP :]
-    return lines[0::2], lines[1::2]
-
-
-def launch_pair(config: Config, entry: str, *args: str) -> None:
-    """A run whose servers have core 0 and whose rank, `python -m ENTRY RUN ARGS`, has core 1. Exits if it fails."""
+    config = load(path, [f"run.dir={folder / 'run'}"])
     cores = devices.device_ids("cpu")
     servers = [[cores[0]]] * config.rollout.servers
     placement = replace(placed(config, False), servers=servers, ranks=[[cores[-1]]])
 
     def commands(placement: Placement, run: Path) -> list[Command]:
         *servers, ranks = run_commands(config, placement, run)
-        argv = [*ranks.argv[: ranks.argv.index("-m", 2)], "-m", entry, str(run), *args]
+        argv = [*ranks.argv[: ranks.argv.index("-m", 2)], "-m", "benchmarks.alternate", str(run), a, b]
         return [*servers, replace(ranks, argv=argv)]
 
     with contextlib.redirect_stdout(sys.stderr):
         code = launch(config, placement, commands)
     if code:
         raise SystemExit(code)
+    lines = [line for line in read_metrics(folder / "run") if "time/step_s" in line][2 * WARM_UP :]
+    return lines[0::2], lines[1::2]
 
 
 def median(lines: list[Line], key: str) -> float:

@@ -227,7 +227,10 @@ class Trainer:
             for name, more in zip(TOTALS, (len(lengths), sum(lengths), len(useful)), strict=True):
                 self._totals[name] += more
             self._groups |= {g.group_id: g for g in useful}
-            for body in self.models.in_step([encode(row) for row in self._rows(useful)]):
+            every = list(self._rows(useful))
+            ahead, bodies = ([encode(row) for row in every if row[0].forward_only == wanted] for wanted in (True, False))
+            yield from self.models.in_step(ahead, forward_only=True)
+            for body in self.models.in_step(bodies):
                 self._kept.append(body)
                 yield body
 
@@ -291,7 +294,7 @@ class Trainer:
             return logps.policy.detach()  # an empty micro-batch may stand for one that is left out
         if self._first:
             old = batch.engine_logprobs if self.config.schedule == "one_step_off" else logps.policy.detach()
-            if self.config.algorithm.updates_per_batch > 1:
+            if self.config.algorithm.updates_per_batch > 1 and not batch.forward_only:
                 self._old.append(old.cpu())
             return old
         self._old.rotate(-1)  # micro-batches come in the same order again

@@ -85,7 +85,7 @@ def rows(groups: Iterable[Group], algorithm: AlgorithmConfig, *, budget: int, sh
     group's own: advantages and weights do not depend on the cut. A response alone may exceed the budget.
 
     With the KL in the reward an advantage needs the log-probs of the whole group. Where it is cut, all pieces but the first go through the
-    models twice: before the first one, without gradient, and again in their turn.
+    models twice: first in rows of their own, without gradient, which are to be computed before all others, and again in their turn.
 
     Args:
         shared_prompt: see `lay_out`.

@@ -122,13 +122,17 @@ class TriModel:
 
         self._pipeline.run(bodies, with_names, temperature=temperature)
 
-    def in_step(self, bodies: list[bytes]) -> list[bytes]:
-        """As many micro-batches on every replica as they must do together. On the first stage; a collective of the data axis if so."""
+    def in_step(self, bodies: list[bytes], *, forward_only: bool = False) -> list[bytes]:
+        """As many micro-batches on every replica as they must do together. On the first stage; a collective of the data axis if so.
+
+        Args:
+            forward_only: whether all of them are.
+        """
         if not self.lock_step:
             return bodies
         most = torch.tensor(len(bodies))
         dist.all_reduce(most, dist.ReduceOp.MAX, self.mesh.data.group)
-        return bodies + [EMPTY] * (int(most) - len(bodies))
+        return bodies + [EMPTY_FORWARD if forward_only else EMPTY] * (int(most) - len(bodies))
 
     def rest(self) -> None:
         """Between batches: the reference leaves the device if `model.offload_reference` says so."""
@@ -233,4 +237,5 @@ def _frozen(stage: Stage) -> Stage:
 
 EMPTY = encode(empty_row())
 """A micro-batch without any token to train on."""
+EMPTY_FORWARD = encode([msgspec.structs.replace(part, forward_only=True) for part in empty_row()])
 _decoder = msgspec.msgpack.Decoder(list[Part])

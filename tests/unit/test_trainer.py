@@ -150,12 +150,17 @@ def test_statistics_are_means_over_the_trained_tokens(tmp_path, model, ranks):
     trainer = Trainer(small_config(tmp_path, model, kl_coef=0.1), model, ranks)
     trainer.forward_backward([GROUPS[:2]])
     metrics = trainer.optimizer_step(0)
-    gaps = []
+    gaps: list[torch.Tensor] = []
     oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for group in GROUPS[:2]:
         for k, response in enumerate(group.responses):
-            gaps.append((logprobs(oracle, group, k).detach() - torch.tensor(response.token_logprobs)).abs())
-    assert metrics["policy/engine_logprob_gap"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-5)
+            gaps.append(logprobs(oracle, group, k).detach() - torch.tensor(response.token_logprobs))
+    gap = torch.cat(gaps)
+    assert metrics["policy/engine_logprob_gap"] == pytest.approx(gap.abs().mean().item(), rel=1e-5)
+    assert metrics["policy/engine_ratio"] == pytest.approx(gap.exp().mean().item(), rel=1e-5)
+    sample_frac = gap.exp().sum() ** 2 / (len(gap) * gap.exp().square().sum())
+    assert metrics["policy/engine_sample_frac"] == pytest.approx(sample_frac.item(), rel=1e-5)
+    assert metrics["policy/engine_capped_frac"] == 0  # nothing is corrected
     assert metrics["policy/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
     assert metrics["policy/trained_groups"] == 2
 
