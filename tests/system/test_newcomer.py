@@ -54,7 +54,7 @@ def test_the_commands_of_the_readme_train_report_continue_and_export(checkout: P
     assert (checkout / "runs" / "latest").resolve() == run
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in metrics] == [0, 1, 2, 3, 4] and "reward/mean" not in metrics[4]
-    assert (run / "report.html").stat().st_size > 50_000 and (run / "model-2" / "model.safetensors").exists()
+    assert "Held-out accuracy" in (run / "report.html").read_text() and (run / "model-2" / "model.safetensors").exists()
     assert {sample["iteration"] for sample in read_samples(run) if sample["kind"] == "held-out"} == {0, 2, 4}
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("reward/mean")] == [0, 1, 2, 3]
