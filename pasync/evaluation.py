@@ -49,7 +49,8 @@ class Evaluation:
         self.config, self._source, self._held_out = config, source, held_out
         tokens, sets = config.eval.max_tokens or config.rollout.max_tokens, config.data.eval or {}
         self._samplings = {name: Sampling(s.responses, config.eval.temperature, tokens) for name, s in sets.items()}
-        self._groups: dict[str, list[Group]] = {}
+        self.groups: dict[str, list[Group]] = {}
+        """Finished groups of each set, of the evaluation begun last."""
         self.version = -1
 
     @property
@@ -64,7 +65,7 @@ class Evaluation:
 
     def start(self, version: int) -> None:
         """Hand over all prompts; returns at once."""
-        self.version, self._groups = version, {name: [] for name in self._held_out}
+        self.version, self.groups = version, {name: [] for name in self._held_out}
         self._source.evaluate(self._held_out, version, self._samplings)
 
     def wait(self, limit_s: float | None, revive: Callable[[], None] | None = None) -> None:
@@ -102,11 +103,15 @@ class Evaluation:
             Metrics `eval/..` and `time/eval_..`.
         """
         self._source.end_evaluation()
-        while self.running:  # the producer gives up a server that does not cancel
+        limit = 2 * self.config.sync.deadline_s  # after one the producer gives up a server that does not cancel
+        end = time.monotonic() + limit
+        while self.running:
             if group := self._source.next_evaluated(self.config.sync.deadline_s):
                 self._take(group)
-        delay_s, groups = time.time() - waited_since, [group for each in self._groups.values() for group in each]
-        complete = {name: each for name, each in self._groups.items() if len(each) == len(self._held_out[name])}
+            elif self.running and time.monotonic() > end:
+                raise RolloutError(f"the evaluation did not end within {limit} s")
+        delay_s, groups = time.time() - waited_since, [group for each in self.groups.values() for group in each]
+        complete = {name: each for name, each in self.groups.items() if len(each) == len(self._held_out[name])}
         by_set = {name: scores([self._answered(name, group) for group in each]) for name, each in complete.items()}
         values = {f"eval/{name}/{key}": value for name, of_set in by_set.items() for key, value in of_set.items()}
         if len(complete) == len(self._held_out):
@@ -121,14 +126,14 @@ class Evaluation:
 
     @property
     def _missing(self) -> int:
-        return self.total - sum(map(len, self._groups.values()))
+        return self.total - sum(map(len, self.groups.values()))
 
     def _take(self, group: Group) -> None:
         if group.version != self.version:
             raise RolloutError(f"held-out group {group.group_id} was sampled by version {group.version}, evaluated is {self.version}")
         if self.config.rewards.on_error == "raise":
             require_reward(group)
-        self._groups[group.held_out].append(group)
+        self.groups[group.held_out].append(group)
         progress("evaluating", self.total - self._missing, self.total)
 
     def _answered(self, name: str, group: Group) -> Answered:
