@@ -46,8 +46,6 @@ SHARED_BYTES = (128 << 20, 1 << 30)
 """Less than the first holds no queue of vLLM's workers, less than the second perhaps not all. Containers begin with 64 MiB."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 BROADCAST_S, ANSWER_TOKENS = 60, 32
-ON_DISK = -1
-"""Version of the weights that a server has loaded itself."""
 
 
 class Finding(NamedTuple):
@@ -304,7 +302,7 @@ def broadcast_rank(run: Path) -> None:
 
 def ask(run: Path) -> None:
     """The trainer's side of one prompt."""
-    from pasync.messages import Sampling
+    from pasync.messages import ON_DISK, Sampling
     from pasync.rollout.producer import RolloutProducer
 
     config, began = load(run / "config.yaml"), time.monotonic()

@@ -22,6 +22,7 @@ from pasync.data.prompts import PromptStream
 from pasync.errors import ConfigError
 from pasync.evaluation import Evaluation
 from pasync.launch import CANNOT_WORK, launch, placed, run_commands
+from pasync.messages import ON_DISK
 from pasync.model.causal_lm import load_tokenizer
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
@@ -29,8 +30,6 @@ from pasync.rollout.producer import RolloutProducer
 from pasync.supervisor import Command
 from pasync.transport.channel import Keys
 
-ON_DISK = -1
-"""Version of the weights that a server has loaded itself."""
 SCORES = "scores.json"
 
 

@@ -50,7 +50,7 @@ class Evaluation:
         tokens, sets = config.eval.max_tokens or config.rollout.max_tokens, config.data.eval or {}
         self._samplings = {name: Sampling(s.responses, config.eval.temperature, tokens) for name, s in sets.items()}
         self.groups: dict[str, list[Group]] = {}
-        """Of each set, those that are finished."""
+        """Finished groups of each set, of the evaluation begun last."""
         self.version = -1
 
     @property
@@ -103,9 +103,13 @@ class Evaluation:
             Metrics `eval/..` and `time/eval_..`.
         """
         self._source.end_evaluation()
-        while self.running:  # the producer gives up a server that does not cancel
+        limit = 2 * self.config.sync.deadline_s  # after one the producer gives up a server that does not cancel
+        end = time.monotonic() + limit
+        while self.running:
             if group := self._source.next_evaluated(self.config.sync.deadline_s):
                 self._take(group)
+            elif self.running and time.monotonic() > end:
+                raise RolloutError(f"the evaluation did not end within {limit} s")
         delay_s, groups = time.time() - waited_since, [group for each in self.groups.values() for group in each]
         complete = {name: each for name, each in self.groups.items() if len(each) == len(self._held_out[name])}
         by_set = {name: scores([self._answered(name, group) for group in each]) for name, each in complete.items()}

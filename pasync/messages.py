@@ -19,7 +19,8 @@ KILLED = ("timeout", "crash", "out of memory")
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Version = Annotated[int, msgspec.Meta(ge=-1)]
-"""Which weights; -1: those that a server has loaded itself."""
+"""Which weights; ON_DISK: those that a server has loaded itself."""
+ON_DISK = -1
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from pasync.configfile import load, save
+from pasync.data.prepare import KNOWN
 from pasync.errors import ConfigError
+from pasync.sections import PREPARED
 
 MINIMAL = """
 name: test
@@ -62,6 +64,13 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
         ("algorithm.group_responses=65", "rollout.max_num_seqs=64"),
         ("parallel.ranks=3", "multiple of the data-parallel replicas=3"),
         ("eval.every=2", "needs data.eval"),
+        ("data.eval.sums.responses=5 data.eval.sums.source=x eval.every=1", "eval.temperature=0 all of them are the same"),
+        ("data.eval.sums.responses=99 data.eval.sums.source=x eval.every=1", "data.eval.sums.responses=99: the responses to a problem"),
+        ("data.eval.sums.source=reasoning-gym:x eval.every=1", "data.eval.sums.size=null"),
+        ("data.eval.sums.source=x data.eval.sums.sorce=x", "data.eval.sums.sorce=x: unknown key, allowed are"),
+        ("data.eval.a/b.source=x", "data.eval.a/b"),
+        ("data.eval.source=x", "data.eval.source=x"),
+        ("eval.max_delay_s=2000", "parallel.deadline_s=1800.0: must exceed"),
         ("rewards.function=mth", "Did you mean math?"),
         ("rollout.source=replay", "replay:<run folder>"),
         ("data.train.source=reasoning-gym:chain_sum", "data.train.size"),
@@ -83,7 +92,7 @@ def test_unknown_keys_do_not_hide_combinations_that_cannot_work_nor_what_the_mac
 )
 def test_impossible_values_are_named(file, override, says):
     with pytest.raises(ConfigError) as caught:
-        load(file, [override])
+        load(file, override.split())
     assert says in str(caught.value)
 
 
@@ -133,6 +142,16 @@ def test_the_tree_is_frozen(file):
 def test_relative_paths_become_absolute_if_they_exist_beside_the_file(file, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}")
     assert load(file).data.train.source == str(tmp_path / "rows.jsonl")
+
+
+def test_a_prepared_data_set_is_named_by_its_name(file, tmp_path):
+    data = load(file, ["data.train.source=gsm8k", "data.eval.easy.source=gsm8k", "data.eval.hard.source=aime24", "eval.every=1"]).data
+    assert {key: part.source for key, part in data.sets.items()} == {
+        "data.train": str(tmp_path / "data" / "gsm8k_train.jsonl"),
+        "data.eval.easy": str(tmp_path / "data" / "gsm8k_test.jsonl"),
+        "data.eval.hard": str(tmp_path / "data" / "aime24_test.jsonl"),
+    }
+    assert set(PREPARED) == KNOWN.keys()
 
 
 def test_config_and_messages_import_without_torch_or_vllm():
