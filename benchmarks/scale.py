@@ -1,4 +1,4 @@
-"""Scale on paper: `python -m benchmarks.scale > docs/planner.md`. Nothing is measured here; seconds of planning.
+"""Scale on paper: `python -m benchmarks.scale > docs/scale.md`. Nothing is measured here; seconds of planning.
 
 The three device configurations on 8 to 64 NPUs, each with its best split, beside what the paper publishes.
 """
@@ -63,7 +63,7 @@ Where this model disagrees, and why:
 
 def main() -> None:
     """Entry of the command."""
-    print("# Scale on paper\n\nWritten by `python -m benchmarks.scale > docs/planner.md`. **No NPU was used**: these are predictions of")
+    print("# Scale on paper\n\nWritten by `python -m benchmarks.scale > docs/scale.md`. **No NPU was used**: these are predictions of")
     print("`pasync.plan` from the rates below. Each row is the best split of its devices; B grows with them.\n")
     print("`servers x devices of each + ranks`; seconds; *speed-up* is `sync` over `periodic` on the same split. *colocated*: all devices")
     print("generate, then all train, with the state of training moved to host memory and back; *plain*: the same without shared prompts")
