@@ -26,7 +26,7 @@ from pasync.estimate import Machine
 from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
 from pasync.rates import estimate, sources, switch_time
-from pasync.simulate import GroupWork, Iteration, simulate
+from pasync.simulate import GroupWork, Iteration, generate, iteration
 
 SCHEDULES = ("sync", "periodic", "one_step_off")
 NODE_DEVICES = 8
@@ -67,7 +67,7 @@ class Planner:
     def plan(self, config: Config) -> Plan:
         """The split that `config` says."""
         problems = advice.warnings(config, self.geometry, self.machine) if self.machine.kind != "cpu" else []
-        return Plan(config, {name: self.iteration(config, name) for name in SCHEDULES}, problems)
+        return Plan(config, self._iterations(config, SCHEDULES), problems)
 
     def plans(self, config: Config) -> list[Plan]:
         """Every number of servers, each with the ranks that the other devices have room for."""
@@ -80,14 +80,14 @@ class Planner:
         both = split(config, self.machine.count // config.rollout.tensor_parallel, self.machine.count)
         if not both:
             return None
-        iteration = self.iteration(both, "sync")
-        return replace(iteration, step_s=iteration.step_s + switch_time(both, self.geometry, self.machine.kind))
+        sync = self._iterations(both, ["sync"])["sync"]
+        return replace(sync, step_s=sync.step_s + switch_time(both, self.geometry, self.machine.kind))
 
-    def iteration(self, config: Config, schedule: str) -> Iteration:
-        """One iteration of a schedule."""
+    def _iterations(self, config: Config, schedules: Sequence[str]) -> dict[str, Iteration]:
         rates = estimate(config, self.geometry, self.machine)
         rates = self.calibration.scaled(rates) if self.calibration else rates
-        return simulate(config.model_copy(update={"schedule": schedule}), self.groups, rates)
+        generated = generate(config, self.groups, rates)
+        return {name: iteration(config.model_copy(update={"schedule": name}), self.groups, rates, generated) for name in schedules}
 
 
 def split(config: Config, servers: int, left: int) -> Config | None:
@@ -152,8 +152,8 @@ def draw(out: Path, title: str, plans: Sequence[Plan], count: int) -> None:
 
 
 def assumptions(planner: Planner, config: Config) -> list[str]:
-    """What the figures rest on."""
-    groups, kind, calibration = planner.groups, planner.machine.kind, planner.calibration
+    """What the figures rest on besides the rates of the devices (`sources`)."""
+    groups, calibration = planner.groups, planner.calibration
     lengths = [n for group in groups for n in group.lengths]
     whose = "log-normal, an assumption" if not calibration else "of the run" + ", each its group's mean" * (not calibration.exact_lengths)
     found = [
@@ -169,7 +169,7 @@ def assumptions(planner: Planner, config: Config) -> list[str]:
             f"rates of {c.iterations} iterations of the run, over those below: decoding x{1 / c.serve:.3g}, training x{1 / c.train:.3g} "
             f"and {c.micro_batch_s:.3g} s per micro-batch, optimizer x{1 / c.optimizer:.3g}, sync x{1 / c.sync:.3g}"
         )
-    return found + [f"{kind}: {text}" for text in sources(kind)]
+    return found
 
 
 def planned_geometry(config: Config) -> Geometry:
@@ -229,7 +229,7 @@ def report(config: Config, args: argparse.Namespace) -> None:
                 f"parallel.tensor x parallel.pipeline={config.parallel.tensor * config.parallel.pipeline}"
             )
         print(f"{config.name} on {count} {kind} devices: servers + ranks\n{table(plans, planner.colocated(config), count)}\n")
-    print("\n".join(["assumptions:", *(f"  {text}" for text in assumptions(planner, config))]))
+    print("\n".join(["assumptions:", *(f"  {text}" for text in [*assumptions(planner, config), *sources(kind)])]))
     if args.png:
         draw(args.png, f"{config.name}, {count} {kind} devices", plans, count)
 
