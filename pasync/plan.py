@@ -119,16 +119,19 @@ def assumed_groups(config: Config, mean_tokens: int, prompt_tokens: int) -> list
 
 def table(plans: Sequence[Plan], colocated: Iteration | None, count: int) -> str:
     """Every split, a line of each, and a bar as long as its throughput with `periodic`."""
-    lines = ["split      T_g s    T_t s    s s |    sync periodic one_step_off s | first wait   tail s  of ideal | tokens/s/device"]
+    lines = [
+        f"{'split':<8} {'T_g':>7} {'T_t':>7} {'s':>6} | {'sync':>8} {'periodic':>8} {'one_step_off':>12} | {'first wait':>10} {'tail':>7} "
+        f"{'of ideal':>8} | tokens/s/device with periodic"
+    ]
     most = max(plan.times["periodic"].tpspd(count) for plan in plans)
     chosen = best(plans)
     for plan in (plan for i, plan in enumerate(plans) if i % -(-len(plans) // ROWS) == 0 or plan is chosen):
         t, rate = plan.times["periodic"], plan.times["periodic"].tpspd(count)
-        steps = f"{plan.times['sync'].step_s:8.2f} {t.step_s:8.2f} {plan.times['one_step_off'].step_s:14.2f}"
-        note = "  best" if plan is chosen else f"  {plan.problems[0]}" if plan.problems else ""
+        note = "  best" if plan is chosen else "  " + plan.problems[0].partition(";")[0] if plan.problems else ""
         lines.append(
-            f"{plan.name:<8} {t.generate_s:7.2f}  {t.train_s:7.2f} {t.sync_s:6.2f} | {steps} | {t.first_wait_s:10.2f} {t.tail_s:8.2f} "
-            f"{t.of_ideal_frac:9.2f} | {rate:8.1f} {'#' * round(24 * rate / most)}{note}"
+            f"{plan.name:<8} {t.generate_s:7.2f} {t.train_s:7.2f} {t.sync_s:6.2f} | {plan.times['sync'].step_s:8.2f} {t.step_s:8.2f} "
+            f"{plan.times['one_step_off'].step_s:12.2f} | {t.first_wait_s:10.2f} {t.tail_s:7.2f} {t.of_ideal_frac:8.2f} | {rate:7.1f} "
+            f"{'#' * round(24 * rate / most)}{note}"
         )
     if colocated:
         c = colocated
@@ -162,6 +165,7 @@ def assumptions(planner: Planner, config: Config) -> list[str]:
         f"layout: parallel.tensor={config.parallel.tensor} parallel.pipeline={config.parallel.pipeline} "
         f"rollout.tensor_parallel={config.rollout.tensor_parallel}, of every split",
         "every group has a gradient; rewards and messages take no time; the KV cache holds each response at half its length",
+        "colocated: that training state and KV cache take turns in a device's memory; whether each fits is not looked at",
     ]
     if calibration:
         c = calibration
@@ -228,7 +232,7 @@ def report(config: Config, args: argparse.Namespace) -> None:
                 f"rollout.tensor_parallel={config.rollout.tensor_parallel} and one replica of "
                 f"parallel.tensor x parallel.pipeline={config.parallel.tensor * config.parallel.pipeline}"
             )
-        print(f"{config.name} on {count} {kind} devices: servers + ranks\n{table(plans, planner.colocated(config), count)}\n")
+        print(f"{config.name} on {count} {kind} devices: servers + ranks, seconds\n{table(plans, planner.colocated(config), count)}\n")
     print("\n".join(["assumptions:", *(f"  {text}" for text in [*assumptions(planner, config), *sources(kind)])]))
     if args.png:
         draw(args.png, f"{config.name}, {count} {kind} devices", plans, count)
