@@ -222,6 +222,7 @@ def report(config: Config, args: argparse.Namespace) -> None:
     if args.measure:
         calibration, works = calibrate(args.measure)
         groups = works[len(works) // 2]
+    scaling: dict[int, float] = {}  # devices: tokens/s of all
     for count in counts(config, kind, args.nodes):
         memory = devices.memory_bytes(kind) or devices.NOMINAL_BYTES[kind]
         planner = Planner(geometry, Machine(kind, count, memory), groups, calibration)
@@ -233,6 +234,11 @@ def report(config: Config, args: argparse.Namespace) -> None:
                 f"parallel.tensor x parallel.pipeline={config.parallel.tensor * config.parallel.pipeline}"
             )
         print(f"{config.name} on {count} {kind} devices: servers + ranks, seconds\n{table(plans, planner.colocated(config), count)}\n")
+        if chosen := best(plans):
+            scaling[count] = count * chosen.times["periodic"].tpspd(count)
+    if len(scaling) > 1:
+        steps = (f"{count} devices {rate:.0f} ({rate / next(iter(scaling.values())):.2f}x)" for count, rate in scaling.items())
+        print(f"tokens/s of all with the best split, {config.algorithm.batch_groups} groups each: {', '.join(steps)}\n")
     print("\n".join(["assumptions:", *(f"  {text}" for text in [*assumptions(planner, config), *sources(kind)])]))
     if args.png:
         draw(args.png, f"{config.name}, {count} {kind} devices", plans, count)
