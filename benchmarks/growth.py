@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import count, groupby
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -59,7 +60,17 @@ from pasync.transport.channel import TrainerChannel, server_name
 from pasync.transport.weights import WeightReceiver, WeightSender, checksum
 
 Line = dict[str, Any]
-BASE = {"K": 8, "Lr": 256, "B": 64, "servers": 1}
+
+
+class Sizes(NamedTuple):
+    """Of a batch, and how many servers answer."""
+
+    K: int = 8
+    Lr: int = 256
+    B: int = 64
+    servers: int = 1
+
+
 VALUES = {"K": (2, 4, 8, 16, 32, 64), "Lr": (32, 128, 512, 2048), "B": (8, 32, 128, 512), "servers": (1, 2, 4, 8)}
 PARAMETERS, RECEIVERS = (1 << 20, 1 << 22, 1 << 24, 1 << 26), (1, 2, 4, 8)
 PROMPT_TOKENS, ROUNDS = 128, 5
@@ -81,31 +92,37 @@ async def answer(address: str, server: int) -> None:
 
 
 @lru_cache
-def made(count: int, tokens: int) -> list[Response]:
+def made(responses: int, tokens: int) -> list[Response]:
     """Responses of unequal rewards."""
     rng = np.random.default_rng(0)
     ids, logprobs = int_bytes(rng.integers(0, 50_000, tokens)), float_bytes(-rng.random(tokens))
-    return [Response(ids, logprobs, "x" * 4 * tokens, True, float(k % 2)) for k in range(count)]
+    return [Response(ids, logprobs, "x" * 4 * tokens, True, float(k % 2)) for k in range(responses)]
 
 
-def host(sizes: dict[str, int], ranks: Ranks, rounds: int) -> tuple[float, float]:
-    """(CPU seconds of this process per group, mean seconds from a finished group to its micro-batch), medians over the rounds after the
-    first."""
-    config = trainer_configuration(sizes["servers"])
-    address = f"tcp://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "benchmarks.growth", "--serve", address, str(sizes["servers"])]
-    prompts = [Prompt(i, tuple(range(PROMPT_TOKENS)), "p" * 4 * PROMPT_TOKENS, {"answer": "1"}) for i in range(sizes["B"])]
-    cpu, waits = [], []
-    with subprocess.Popen(command), contextlib.redirect_stdout(sys.stderr), RolloutProducer(config, address) as producer:
-        producer.muster()
-        for version in range(1 + rounds):
-            began = time.process_time()
-            producer.admit(version)
-            producer.submit(prompts, version, Sampling(sizes["K"], 1.0, sizes["Lr"]))
-            stream = stream_micro_batches(Batch(producer, version, iter(()), refills=False), config, ranks)
-            waits.append(statistics.fmean(time.time() - group.finished for groups in stream for group in groups))
-            cpu.append((time.process_time() - began) / len(prompts))
-    return statistics.median(cpu[1:]), statistics.median(waits[1:])
+def host(every: set[Sizes], ranks: Ranks, rounds: int) -> dict[Sizes, tuple[float, float]]:
+    """Of each: (CPU seconds of this process per group, mean seconds from a finished group to its micro-batch)."""
+    found = {}
+    for servers, of_servers in groupby(sorted(every, key=lambda s: s.servers), key=lambda s: s.servers):
+        address, versions = f"tcp://127.0.0.1:{free_port()}", count()
+        command = [sys.executable, "-m", "benchmarks.growth", "--serve", address, str(servers)]
+        quiet = contextlib.redirect_stdout(sys.stderr)
+        with subprocess.Popen(command), quiet, RolloutProducer(trainer_configuration(servers), address) as producer:
+            producer.muster()
+            for sizes in of_servers:
+                costs = [iterate(producer, sizes, next(versions), ranks) for _ in range(1 + rounds)][1:]
+                found[sizes] = statistics.median(cpu for cpu, _ in costs), statistics.median(wait for _, wait in costs)
+    return found
+
+
+def iterate(producer: RolloutProducer, sizes: Sizes, version: int, ranks: Ranks) -> tuple[float, float]:
+    """The same of one iteration."""
+    prompts = [Prompt(i, tuple(range(PROMPT_TOKENS)), "p" * 4 * PROMPT_TOKENS, {"answer": "1"}) for i in range(sizes.B)]
+    began = time.process_time()
+    producer.admit(version)
+    producer.submit(prompts, version, Sampling(sizes.K, 1.0, sizes.Lr))
+    stream = stream_micro_batches(Batch(producer, version, iter(()), refills=False), producer.config, ranks)
+    wait_s = statistics.fmean(time.time() - group.finished for groups in stream for group in groups)
+    return (time.process_time() - began) / len(prompts), wait_s
 
 
 def trainer_configuration(servers: int) -> Config:
@@ -180,8 +197,10 @@ def lines(rounds: int) -> Iterator[Line]:
     """A line for each quantity measured and each that it may depend on."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     with join_ranks("cpu", deadline_s=60) as ranks:
+        cases = {variable: [Sizes(**{variable: value}) for value in values] for variable, values in VALUES.items()}
+        found = host({sizes for of_variable in cases.values() for sizes in of_variable}, ranks, rounds)
         for variable, values in VALUES.items():
-            results = [host(BASE | {variable: value}, ranks, rounds) for value in values]
+            results = [found[sizes] for sizes in cases[variable]]
             for what, of_all in zip(("cpu_s_per_group", "queue_s"), zip(*results, strict=True), strict=True):
                 yield {"of": variable, "values": values, "what": what, "results": of_all, "slope": slope(values, list(of_all))}
     context = multiprocessing.get_context("forkserver")
@@ -197,7 +216,7 @@ def lines(rounds: int) -> Iterator[Line]:
         assert all(pipe.poll(300) and pipe.recv() is None for pipe in pipes), "a receiver did not start within 300 s"
         for variable, values in (("parameters", PARAMETERS), ("receivers", RECEIVERS)):
             sizes = [(n, 1) if variable == "parameters" else (1 << 24, n) for n in values]
-            times = [sync(parameters, pipes[:count], config, rounds) for parameters, count in sizes]
+            times = [sync(parameters, pipes[:receivers], config, rounds) for parameters, receivers in sizes]
             yield {"of": variable, "values": values, "what": "sync_s", "results": times, "slope": slope(values, times)}
     finally:
         for process in processes:

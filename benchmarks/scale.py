@@ -105,6 +105,17 @@ def plain(config: Config) -> Config:
     return config.model_copy(update={"algorithm": algorithm, "model": config.model.model_copy(update={"shared_prompt": False})})
 
 
+def row(count: int, planner: Planner, plan: Plan) -> str:
+    """One line of a table."""
+    t, sync = plan.times["periodic"], plan.times["sync"]
+    both = [iteration.tpspd(count) for c in (plan.config, plain(plan.config)) if (iteration := planner.colocated(c))]
+    return (
+        f"| {count} | {len(planner.groups)} | {plan.name} | {t.generate_s:.0f} | {t.train_s:.0f} | {t.sync_s:.1f} | {sync.step_s:.0f} "
+        f"| {t.step_s:.0f} | {sync.step_s / t.step_s:.2f} | {t.of_ideal_frac:.2f} | {t.tpspd(count):.0f} | "
+        + " | ".join(f"{rate:.0f}" for rate in both) + " |"
+    )  # fmt: skip
+
+
 def section(case: Case, planned: dict[int, tuple[Planner, Plan]]) -> Iterator[str]:
     """The table of a model, the same at a fixed batch, and what both rest on."""
     yield "| NPUs | B | split | T_g | T_t | s | sync | periodic | speed-up | of the ideal | TPSPD | colocated | plain |"
@@ -113,14 +124,7 @@ def section(case: Case, planned: dict[int, tuple[Planner, Plan]]) -> Iterator[st
         if count not in planned:
             yield f"| {count} | no room for this layout |" + " |" * 11
             continue
-        planner, plan = planned[count]
-        t, sync = plan.times["periodic"], plan.times["sync"]
-        both = [iteration.tpspd(count) for c in (plan.config, plain(plan.config)) if (iteration := planner.colocated(c))]
-        yield (
-            f"| {count} | {len(planner.groups)} | {plan.name} | {t.generate_s:.0f} | {t.train_s:.0f} | {t.sync_s:.1f} | {sync.step_s:.0f} "
-            f"| {t.step_s:.0f} | {sync.step_s / t.step_s:.2f} | {t.of_ideal_frac:.2f} | {t.tpspd(count):.0f} | "
-            + " | ".join(f"{rate:.0f}" for rate in both) + " |"
-        )  # fmt: skip
+        yield row(count, *planned[count])
     config = load(CONFIGS / f"{case.file}.yaml")
     fixed = [(n, p) for n in COUNTS if (p := best(planner_of(case, config, n).plans(config)))]
     yield f"\nAt the configuration's own B = {config.algorithm.batch_groups}: " + ", ".join(

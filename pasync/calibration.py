@@ -74,12 +74,10 @@ def calibrate(run: Path, *, chosen: range | None = None) -> tuple[Calibration, l
     Raises:
         ConfigError: the run has no iteration to look at.
     """
-    try:
-        config, placement = load(run / "config.yaml"), Placement.load(run / "placement.json")
-        lines: dict[int, Line] = {line["iteration"]: line for line in read_metrics(run) if "time/step_s" in line}  # type: ignore[misc]
-        spans = read_spans(run)
-    except FileNotFoundError as error:
-        raise ConfigError(f"--measure {run}: is no folder of a run: {error}") from None
+    if missing := [name for name in ("config.yaml", "placement.json", "metrics.jsonl", "trace") if not (run / name).exists()]:
+        raise ConfigError(f"--measure {run}: is no folder of a run, it lacks {', '.join(missing)}")
+    config, placement, spans = load(run / "config.yaml"), Placement.load(run / "placement.json"), read_spans(run)
+    lines: dict[int, Line] = {line["iteration"]: line for line in read_metrics(run) if "time/step_s" in line}  # type: ignore[misc]
     numbers = [t for t in (range(1, 1 + max(lines, default=0)) if chosen is None else chosen) if t in lines]
     if not numbers or config.replayed_run:
         raise ConfigError(f"--measure {run}: has no iteration after the first that servers sampled, {len(lines)} in all")

@@ -26,7 +26,7 @@ from pasync.estimate import Machine
 from pasync.geometry import PUBLISHED, Geometry, read_geometry
 from pasync.model import prepare
 from pasync.rates import estimate, sources, switch_time
-from pasync.simulate import GroupWork, Iteration, simulate
+from pasync.simulate import GroupWork, Iteration, generate, iteration
 
 SCHEDULES = ("sync", "periodic", "one_step_off")
 NODE_DEVICES = 8
@@ -67,7 +67,7 @@ class Planner:
     def plan(self, config: Config) -> Plan:
         """The split that `config` says."""
         problems = advice.warnings(config, self.geometry, self.machine) if self.machine.kind != "cpu" else []
-        return Plan(config, {name: self.iteration(config, name) for name in SCHEDULES}, problems)
+        return Plan(config, self._iterations(config, SCHEDULES), problems)
 
     def plans(self, config: Config) -> list[Plan]:
         """Every number of servers, each with the ranks that the other devices have room for."""
@@ -80,14 +80,14 @@ class Planner:
         both = split(config, self.machine.count // config.rollout.tensor_parallel, self.machine.count)
         if not both:
             return None
-        iteration = self.iteration(both, "sync")
-        return replace(iteration, step_s=iteration.step_s + switch_time(both, self.geometry, self.machine.kind))
+        sync = self._iterations(both, ["sync"])["sync"]
+        return replace(sync, step_s=sync.step_s + switch_time(both, self.geometry, self.machine.kind))
 
-    def iteration(self, config: Config, schedule: str) -> Iteration:
-        """One iteration of a schedule."""
+    def _iterations(self, config: Config, schedules: Sequence[str]) -> dict[str, Iteration]:
         rates = estimate(config, self.geometry, self.machine)
         rates = self.calibration.scaled(rates) if self.calibration else rates
-        return simulate(config.model_copy(update={"schedule": schedule}), self.groups, rates)
+        generated = generate(config, self.groups, rates)
+        return {name: iteration(config.model_copy(update={"schedule": name}), self.groups, rates, generated) for name in schedules}
 
 
 def split(config: Config, servers: int, left: int) -> Config | None:
@@ -119,16 +119,19 @@ def assumed_groups(config: Config, mean_tokens: int, prompt_tokens: int) -> list
 
 def table(plans: Sequence[Plan], colocated: Iteration | None, count: int) -> str:
     """Every split, a line of each, and a bar as long as its throughput with `periodic`."""
-    lines = ["split      T_g s    T_t s    s s |    sync periodic one_step_off s | first wait   tail s  of ideal | tokens/s/device"]
+    lines = [
+        f"{'split':<8} {'T_g':>7} {'T_t':>7} {'s':>6} | {'sync':>8} {'periodic':>8} {'one_step_off':>12} | {'first wait':>10} {'tail':>7} "
+        f"{'of ideal':>8} | tokens/s/device with periodic"
+    ]
     most = max(plan.times["periodic"].tpspd(count) for plan in plans)
     chosen = best(plans)
     for plan in (plan for i, plan in enumerate(plans) if i % -(-len(plans) // ROWS) == 0 or plan is chosen):
         t, rate = plan.times["periodic"], plan.times["periodic"].tpspd(count)
-        steps = f"{plan.times['sync'].step_s:8.2f} {t.step_s:8.2f} {plan.times['one_step_off'].step_s:14.2f}"
-        note = "  best" if plan is chosen else f"  {plan.problems[0]}" if plan.problems else ""
+        note = "  best" if plan is chosen else "  " + plan.problems[0].partition(";")[0] if plan.problems else ""
         lines.append(
-            f"{plan.name:<8} {t.generate_s:7.2f}  {t.train_s:7.2f} {t.sync_s:6.2f} | {steps} | {t.first_wait_s:10.2f} {t.tail_s:8.2f} "
-            f"{t.of_ideal_frac:9.2f} | {rate:8.1f} {'#' * round(24 * rate / most)}{note}"
+            f"{plan.name:<8} {t.generate_s:7.2f} {t.train_s:7.2f} {t.sync_s:6.2f} | {plan.times['sync'].step_s:8.2f} {t.step_s:8.2f} "
+            f"{plan.times['one_step_off'].step_s:12.2f} | {t.first_wait_s:10.2f} {t.tail_s:7.2f} {t.of_ideal_frac:8.2f} | {rate:7.1f} "
+            f"{'#' * round(24 * rate / most)}{note}"
         )
     if colocated:
         c = colocated
@@ -152,8 +155,8 @@ def draw(out: Path, title: str, plans: Sequence[Plan], count: int) -> None:
 
 
 def assumptions(planner: Planner, config: Config) -> list[str]:
-    """What the figures rest on."""
-    groups, kind, calibration = planner.groups, planner.machine.kind, planner.calibration
+    """What the figures rest on besides the rates of the devices (`sources`)."""
+    groups, calibration = planner.groups, planner.calibration
     lengths = [n for group in groups for n in group.lengths]
     whose = "log-normal, an assumption" if not calibration else "of the run" + ", each its group's mean" * (not calibration.exact_lengths)
     found = [
@@ -162,6 +165,7 @@ def assumptions(planner: Planner, config: Config) -> list[str]:
         f"layout: parallel.tensor={config.parallel.tensor} parallel.pipeline={config.parallel.pipeline} "
         f"rollout.tensor_parallel={config.rollout.tensor_parallel}, of every split",
         "every group has a gradient; rewards and messages take no time; the KV cache holds each response at half its length",
+        "colocated: that training state and KV cache take turns in a device's memory; whether each fits is not looked at",
     ]
     if calibration:
         c = calibration
@@ -169,7 +173,7 @@ def assumptions(planner: Planner, config: Config) -> list[str]:
             f"rates of {c.iterations} iterations of the run, over those below: decoding x{1 / c.serve:.3g}, training x{1 / c.train:.3g} "
             f"and {c.micro_batch_s:.3g} s per micro-batch, optimizer x{1 / c.optimizer:.3g}, sync x{1 / c.sync:.3g}"
         )
-    return found + [f"{kind}: {text}" for text in sources(kind)]
+    return found
 
 
 def planned_geometry(config: Config) -> Geometry:
@@ -218,6 +222,7 @@ def report(config: Config, args: argparse.Namespace) -> None:
     if args.measure:
         calibration, works = calibrate(args.measure)
         groups = works[len(works) // 2]
+    scaling: dict[int, float] = {}  # devices: tokens/s of all
     for count in counts(config, kind, args.nodes):
         memory = devices.memory_bytes(kind) or devices.NOMINAL_BYTES[kind]
         planner = Planner(geometry, Machine(kind, count, memory), groups, calibration)
@@ -228,8 +233,13 @@ def report(config: Config, args: argparse.Namespace) -> None:
                 f"rollout.tensor_parallel={config.rollout.tensor_parallel} and one replica of "
                 f"parallel.tensor x parallel.pipeline={config.parallel.tensor * config.parallel.pipeline}"
             )
-        print(f"{config.name} on {count} {kind} devices: servers + ranks\n{table(plans, planner.colocated(config), count)}\n")
-    print("\n".join(["assumptions:", *(f"  {text}" for text in assumptions(planner, config))]))
+        print(f"{config.name} on {count} {kind} devices: servers + ranks, seconds\n{table(plans, planner.colocated(config), count)}\n")
+        if chosen := best(plans):
+            scaling[count] = count * chosen.times["periodic"].tpspd(count)
+    if len(scaling) > 1:
+        steps = (f"{count} devices {rate:.0f} ({rate / next(iter(scaling.values())):.2f}x)" for count, rate in scaling.items())
+        print(f"tokens/s of all with the best split, {config.algorithm.batch_groups} groups each: {', '.join(steps)}\n")
+    print("\n".join(["assumptions:", *(f"  {text}" for text in [*assumptions(planner, config), *sources(kind)])]))
     if args.png:
         draw(args.png, f"{config.name}, {count} {kind} devices", plans, count)
 

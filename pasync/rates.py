@@ -115,4 +115,4 @@ def switch_time(config: Config, geometry: Geometry, kind: str) -> float:
 
 def sources(kind: str) -> list[str]:
     """Each assumed rate and where it is from."""
-    return [f"{name} {value:.3g}: {source}" for name, (value, source) in vars(DEVICES[kind]).items()]
+    return [f"{kind} {name} {value:.3g}: {source}" for name, (value, source) in vars(DEVICES[kind]).items()]

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 
 from pasync.config import Config
 from pasync.rollout.admission import Credit, Load, choose, order, share
@@ -113,6 +114,8 @@ class _Server:
         self.free, self.credit, self.expected = slots, Credit(), dict[int, float]()
         """As the trainer knows: free slots, and what it expects of each group that is here."""
         self.busy_s = 0.0
+        self.next_end = math.inf
+        """When the next response ends, if nothing is added."""
         self._rates, self._slots, self._room = rates, slots, rates.cache_tokens
         self._waiting: deque[tuple[int, int, float, float]] = deque()  # (group, R, tokens it holds, seconds for its prompt)
         self._running: list[tuple[float, int, float]] = []  # (step after which it ends, group, tokens it holds)
@@ -122,11 +125,6 @@ class _Server:
     @property
     def load(self) -> Load:
         return Load(self._slots, self.free, len(self.expected), sum(self.expected.values()))
-
-    @property
-    def next_end(self) -> float:
-        """When the next response ends, if nothing is added."""
-        return self._at + self._prompts_s + (self._running[0][0] - self._steps) * self._step_s if self._running else math.inf
 
     def give(self, number: int, group: GroupWork, now: float) -> None:
         """Take a group on."""
@@ -152,6 +150,8 @@ class _Server:
             heappush(self._running, (self._steps + length, number, tokens))
             self._hold(tokens)
             self._prompts_s += prompt_s
+        left = self._running[0][0] - self._steps if self._running else math.inf
+        self.next_end = self._at + self._prompts_s + left * self._step_s
 
     def _hold(self, tokens: float) -> None:
         """Of one response more, or less where negative."""
@@ -174,23 +174,24 @@ def generate(config: Config, groups: Sequence[GroupWork], rates: Rates) -> Gener
     pending = deque(order(admission, [group.expected for group in groups]))
     left = [len(group.lengths) for group in groups]
     arrivals: list[tuple[float, int]] = []
-    now = 0.0
+    now, freed = 0.0, 1
     while len(arrivals) < len(groups):
-        while pending:
+        while pending and freed:
             size = len(groups[pending[0]].lengths)
             chosen = choose(admission, [server.load for server in servers], size, len(pending))
             if chosen is None:
                 break
             servers[chosen].give(pending[0], groups[pending.popleft()], now)
-        server = min(servers, key=lambda s: s.next_end)
+        server = min(servers, key=attrgetter("next_end"))
         now = server.next_end
         number = server.end_response()
         left[number] -= 1
-        server.free += server.credit.free(len(groups[number].lengths))
+        freed = server.credit.free(len(groups[number].lengths))
         if not left[number]:
-            server.free += server.credit.take()
+            freed += server.credit.take()
             del server.expected[number]
             arrivals.append((now, number))
+        server.free += freed
     return Generated(arrivals, sum(server.busy_s for server in servers))
 
 
@@ -230,14 +231,18 @@ def training_time(config: Config, groups: Sequence[GroupWork], rates: Rates) -> 
 
 
 def simulate(config: Config, groups: Sequence[GroupWork], rates: Rates) -> Iteration:
-    """One iteration of `config.schedule`, in the middle of a run.
+    """One iteration of `config.schedule`, in the middle of a run."""
+    return iteration(config, groups, rates, generate(config, groups, rates))
+
+
+def iteration(config: Config, groups: Sequence[GroupWork], rates: Rates, generated: Generated) -> Iteration:
+    """The same from what the servers do, which no schedule changes.
 
     sync:          s, all arrivals, then training
     periodic:      s, training as groups arrive
     one_step_off:  s, then generation of the next batch beside training on this one, which is there
     The M - 1 further updates of a batch (`updates_per_batch`) come after all of it.
     """
-    generated = generate(config, groups, rates)
     generate_s = generated.arrivals[-1][0]
     there = {"sync": generate_s, "one_step_off": 0.0}.get(config.schedule)
     trained = train(config, groups, [(at if there is None else there, i) for at, i in generated.arrivals], rates)

@@ -7,6 +7,9 @@ import sys
 import pytest
 from harness import ROOT
 
+from benchmarks import emulate
+from pasync.simulate import simulate
+
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 OVERLAP = {
     "case", "groups", "sync_step_s", "periodic_step_s", "ideal_step_s", "speedup", "of_ideal", "first_wait_s", "tail_s", "runs",
@@ -52,3 +55,19 @@ def test_weight_sync_prints_a_line_for_every_type_and_way():
 )
 def test_a_slow_one_prints_its_lines(command):
     assert lines_of(f"benchmarks.{command[0]}", *command[1:])
+
+
+def test_runs_of_the_real_scheduler_that_sleep_by_known_rates_are_not_faster_than_planned():
+    for line in emulate.measured(2, 1, ["long_tailed"], rounds=1):
+        config = emulate.configuration(2, 1).model_copy(update={"schedule": line["schedule"]})
+        predicted = simulate(config, emulate.work(line["case"]), emulate.RATES)
+        assert line["step_s"] > 0.9 * predicted.step_s, line  # not more: a busy machine sleeps too long
+
+
+def test_growth_prints_a_line_for_all_that_costs_depend_on():
+    lines = lines_of("benchmarks.growth", "--rounds", "1")
+    assert {(line["what"], line["of"]) for line in lines} == {
+        *((what, of) for what in ("cpu_s_per_group", "queue_s") for of in ("K", "Lr", "B", "servers")),
+        ("sync_s", "parameters"), ("sync_s", "receivers"),
+    }  # fmt: skip
+    assert all(result > 0 for line in lines for result in line["results"])

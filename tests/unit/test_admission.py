@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pasync.data.prompts import Prompt
-from pasync.rollout.admission import Lengths, Load, choose, order
+from pasync.rollout.admission import Credit, Lengths, Load, choose, order
 
 POLICIES = ("fifo", "group_first", "longest_first")
 
@@ -45,6 +45,12 @@ def test_in_the_tail_a_group_waits_for_slots_rather_than_at_a_busy_server():
     assert choose("longest_first", [busy, busy, busy], 8, 6) is None
     assert choose("longest_first", [busy, free, Load(16, 16, 1, 700)], 8, 2) == 2  # of those with room the one with the least to do
     assert choose("longest_first", [busy], 8, 1) == 0  # a single server has no tail
+
+
+def test_freed_slots_are_told_of_once_a_group_fits_and_none_is_lost():
+    credit = Credit()
+    assert [credit.free(3) for _ in range(4)] == [0, 0, 3, 0]
+    assert credit.take() == 1 and credit.take() == 0
 
 
 def test_expected_length_is_the_last_one_and_else_scales_with_the_prompt():
