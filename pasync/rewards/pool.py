@@ -59,16 +59,21 @@ class RewardPool:
         self._pool: ProcessPool | None = None
 
     def __enter__(self) -> RewardPool:
-        pool = self._start()
-        try:
-            problem = pool.schedule(_load_problem).result(START_S)
-        except (FutureTimeout, BrokenProcessPool, ProcessExpired) as error:
-            problem = f"rewards.function={self.rewards.function}: loading it hangs or ends its process ({type(error).__name__})"
-        if problem:
+        for _ in range(2):  # a worker may have been killed by somebody else
+            pool, function = self._start(), f"rewards.function={self.rewards.function}"
+            try:
+                problem, again = pool.schedule(_load_problem).result(START_S), False
+            except FutureTimeout:
+                problem, again = f"{function}: no worker had loaded it after {START_S} s; this server's log has what it printed", False
+            except (BrokenProcessPool, ProcessExpired) as error:
+                problem, again = f"{function}: loading it ends its process ({type(error).__name__})", True
+            if not problem:
+                self._pool = pool
+                return self
             self._close(pool)
-            raise ConfigError(problem)
-        self._pool = pool
-        return self
+            if not again:
+                break
+        raise ConfigError(problem)
 
     def __exit__(self, *_: object) -> None:
         pool, self._pool = self._pool, None

@@ -125,7 +125,7 @@ class Fleet:
         for name, server in list(self._servers.items()):
             silent = now - server.last_heard
             if silent > limit:
-                self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}"))
+                self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}: {log_of(name)}"))
             elif ping:
                 self.send(name, Ping())
 
@@ -157,6 +157,12 @@ class Fleet:
         report_lost(f"server-{server.hello.server}", server.hello.pid, error)
         self._replies.put((name, Unsynced(str(error))))
         self._groups.put(WAKE)
+
+    def outstanding(self) -> str:
+        """Who works on which groups, and where its log is. Any thread may ask."""
+        working = [(name, [group for _, group in list(server.working_on)]) for name, server in list(self._servers.items())]
+        found = [f"{name} works on groups {sorted(groups)}: {log_of(name)}" for name, groups in working if groups]
+        return "; ".join(found) or "no server works on any"
 
     def stop(self) -> None:
         """Tell all servers that the run is over."""
@@ -200,3 +206,8 @@ class Fleet:
     def _stop(self, name: str) -> None:
         with suppress(RolloutError):  # it may be gone
             self._channel.send(name, Stop())
+
+
+def log_of(name: str) -> str:
+    """Where the server of this name says what it does, in the run folder."""
+    return f"logs/{name.partition(' ')[0]}.log"

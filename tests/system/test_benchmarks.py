@@ -43,3 +43,10 @@ def test_weight_sync_prints_a_line_for_every_type_and_way():
     lines = lines_of("benchmarks.weight_sync", "--model", "smollm2-135m", "--layers", "1", "--rounds", "1")
     assert len({line["case"] for line in lines}) == 12
     assert all(line[key] > 0 for line in lines for key in ("seconds", "gb_per_s", "raw_gb_per_s", "of_limit"))
+
+
+def test_a_few_hundred_iterations_leave_memory_files_threads_and_sockets_of_every_process_as_they_were():
+    line = line_of("benchmarks.soak", "--stub", "--iterations", "300")
+    kinds = {name.split(" ")[0] for name in line["growth_per_100"]}
+    assert {"launcher", "guard", "torchrun", "rank-0", "server", "reward"} <= kinds
+    assert line["flat"], line["over"]
