@@ -32,6 +32,8 @@ from pasync.sections import RewardConfig
 
 START_S = 120.0
 """Longest wait for a first worker that has loaded the reward function."""
+LATE = f"no worker had loaded it after {START_S} s, the server's log may say why"
+ENDED = "loading it ends its process"
 CLOSE_S = 10.0
 """Longest wait for the workers to end."""
 ERROR_CHARACTERS = 200
@@ -59,21 +61,17 @@ class RewardPool:
         self._pool: ProcessPool | None = None
 
     def __enter__(self) -> RewardPool:
-        for _ in range(2):  # a worker may have been killed by somebody else
-            pool, function = self._start(), f"rewards.function={self.rewards.function}"
-            try:
-                problem, again = pool.schedule(_load_problem).result(START_S), False
-            except FutureTimeout:
-                problem, again = f"{function}: no worker had loaded it after {START_S} s; this server's log has what it printed", False
-            except (BrokenProcessPool, ProcessExpired) as error:
-                problem, again = f"{function}: loading it ends its process ({type(error).__name__})", True
-            if not problem:
-                self._pool = pool
-                return self
+        pool = self._start()
+        problem = self._problem(pool)
+        if problem == ENDED:  # somebody else may have killed it
             self._close(pool)
-            if not again:
-                break
-        raise ConfigError(problem)
+            pool = self._start()
+            problem = self._problem(pool)
+        if problem:
+            self._close(pool)
+            raise ConfigError(f"rewards.function={self.rewards.function}: {problem}" if problem in (ENDED, LATE) else problem)
+        self._pool = pool
+        return self
 
     def __exit__(self, *_: object) -> None:
         pool, self._pool = self._pool, None
@@ -103,6 +101,16 @@ class RewardPool:
             except RuntimeError:  # BrokenProcessPool for a call under way, its base for a new one
                 await self._replace(pool)
         return 0.0, CRASH
+
+    @staticmethod
+    def _problem(pool: ProcessPool) -> str:
+        """Why the function cannot be used; "" if it can."""
+        try:
+            return str(pool.schedule(_load_problem).result(START_S))
+        except FutureTimeout:
+            return LATE
+        except (BrokenProcessPool, ProcessExpired):
+            return ENDED
 
     async def _replace(self, broken: ProcessPool) -> None:
         """Go on with new workers; of many calls that find the pool broken, the first replaces it."""

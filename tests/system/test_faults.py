@@ -46,7 +46,8 @@ def cells() -> Iterator[tuple[str, str, str, str]]:
     yield from (("survivors", "worker", fault, phase) for fault in SIGNALS for phase in PHASES)
     yield from (("survivors", "server", fault, phase) for fault in (*SIGNALS, "cut") for phase in PHASES)
     yield "survivors", "nobody", "", "end"
-    few = (("server", "kill", "sync"), ("engine", "stop", "train"), ("server", "cut", "generate"), ("engine", "kill", "optimizer"))
+    few = [("server", "kill", "sync"), ("server", "stop", "generate"), ("server", "cut", "train")]
+    few += [("engine", "kill", "optimizer"), ("engine", "stop", "checkpoint")]
     every = [(victim, fault, phase) for victim in ("server", "engine") for fault in SIGNALS for phase in PHASES]
     every += [("server", "cut", phase) for phase in PHASES]
     yield from (("real", *cell) for cell in (every if os.environ.get("PASYNC_FAULTS") == "all" else few))
