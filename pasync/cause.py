@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from pasync.errors import ConfigError, ProcessDied, RankLost
 
@@ -53,20 +55,22 @@ class Failure:
     """What led to it, if it is not the user's mistake; ends with an end of line."""
 
 
-def find_cause(logs: Path, exits: list[Exit], ranks_text: str) -> Failure:
+def find_cause(logs: Path, exits: list[Exit], ranks_text: str, killed_for: Mapping[int, str] = MappingProxyType({})) -> Failure:
     """Name the root cause of a failed run.
 
     Args:
         logs: folder of the log files and error reports.
         exits: direct children that have ended, at least one if there is no error report.
         ranks_text: what ranks.log gained in this run.
+        killed_for: why the launcher itself killed a process, by pid.
     """
     killed = [e for e in exits + rank_exits(ranks_text) if e.code < 0]
     reports = [json.loads(path.read_text()) for path in logs.glob("*.error.json")]
     reports.sort(key=lambda report: (report["error"] == RankLost.__name__, report["time"]))
     first_kill = min(killed, key=lambda e: e.time, default=None)
     if first_kill and not (reports and reports[0]["time"] < first_kill.time - CONSEQUENCE_S):
-        message = f"{first_kill.name} (pid {first_kill.pid}) was killed by {_signal_name(-first_kill.code)}"
+        why = killed_for.get(first_kill.pid, f"was killed by {_signal_name(-first_kill.code)}")
+        message = f"{first_kill.name} (pid {first_kill.pid}) {why}"
         return Failure(ProcessDied.__name__, message, first_kill.name, log_of(logs, first_kill.name))
     if reports:
         first_report = reports[0]

@@ -38,6 +38,7 @@ from pasync.model import prepare
 from pasync.observe.console import Screen
 from pasync.placement import Placement
 from pasync.processes import die_with_parent, report_fatal
+from pasync.sections import RunConfig
 from pasync.supervisor import Command, Supervisor
 
 PYTHONS = ((3, 11), (3, 12))
@@ -277,7 +278,7 @@ def _first_prompt(config: Config) -> Any:
 
 def _supervised(run: Path, commands: list[Command]) -> None:
     """Start processes and wait for the last one; none is left afterwards. Raises RunFailed with the cause."""
-    with Supervisor(run, Screen()) as processes:
+    with Supervisor(run, Screen(), RunConfig().silence_s) as processes:
         processes.wait_for([processes.start(command) for command in commands][-1])
         processes.let_finish()
 

@@ -152,7 +152,7 @@ def _launch_once(
 ) -> int:
     screen = Screen()
     try:
-        with Supervisor(run, screen) as processes:
+        with Supervisor(run, screen, config.run.silence_s) as processes:
             screen.say(f"run folder: {run}")
             config = _with_model(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(whole)})}), processes)
             if config.device.nodes > 1:

@@ -303,5 +303,7 @@ class RunConfig(Section):
     """The run folder; unset means `runs/<name>-<time>`. A folder with checkpoints is continued."""
     max_restarts: int = Field(0, ge=0)
     """How often the launcher starts all processes again, from the newest checkpoint, after a failure that is not a ConfigError."""
+    silence_s: float = Field(60.0, gt=0)
+    """A process of the run that is stopped (SIGSTOP; the launcher also by Ctrl-Z) for so long is killed: then it is one that died."""
     trackers: list[Literal["tensorboard", "wandb"]] = []
     """Where the numbers of metrics.jsonl go besides: TensorBoard files in `<run>/tensorboard`; Weights & Biases, to be installed first."""

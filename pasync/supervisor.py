@@ -31,6 +31,7 @@ from pasync.cause import Exit, Failure, find_cause
 from pasync.errors import ConfigError, RankLost
 from pasync.observe.console import WATCHED, Screen, Tail, parse
 from pasync.processes import LAUNCHER_PID, RUN_ID, STOPPED, all_in_run, kill_run
+from pasync.suspended import SuspensionWatch
 
 TICK_S = 0.1
 SETTLE_S = 2.0
@@ -95,12 +96,17 @@ class Supervisor:
     """The processes of the run in `run_dir`; leaving the `with` block ends every one of them, whatever happened.
 
     The run's marker is its folder, so a folder holds one live run.
+
+    Args:
+        silence_s: a process that is stopped for so long is killed.
     """
 
-    def __init__(self, run_dir: Path, screen: Screen) -> None:
+    def __init__(self, run_dir: Path, screen: Screen, silence_s: float) -> None:
         self.run_dir, self.logs, self.screen = run_dir, run_dir / "logs", screen
         self.run_id = str(run_dir)
         self.children: list[Child] = []
+        self._suspended = SuspensionWatch(silence_s, self._processes)
+        self._killed_for: dict[int, str] = {}
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # its put is safe in a signal handler, Event.set is not
         self._handlers: dict[int, Any] = {}
 
@@ -112,7 +118,7 @@ class Supervisor:
             old.unlink(missing_ok=True)  # of the run that this one continues
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
-        self._guard = Child("guard", guard.start(self.run_id, _base_environment()), None)
+        self._guard = Child("guard", guard.start(self.run_id, _base_environment(), self._suspended.limit_s), None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -185,7 +191,7 @@ class Supervisor:
         while True:
             ended = main.poll()  # before its log is read
             ranks = main.tail.gained() if main.tail and main.name == "ranks" else ""
-            cause = find_cause(self.logs, self._exits(), ranks)
+            cause = find_cause(self.logs, self._exits(), ranks, self._killed_for)
             if cause.error != RankLost.__name__ or ended or time.monotonic() > deadline:
                 return cause
             self._tick()
@@ -253,6 +259,7 @@ class Supervisor:
         with suppress(queue.Empty):
             raise Stopped(self._signals.get(timeout=TICK_S))
         self._forward_logs()
+        self._end_suspended()
         self.screen.tick()
 
     def _forward_logs(self) -> None:
@@ -260,6 +267,28 @@ class Supervisor:
             for line in child.tail.lines() if child.tail else []:
                 if event := parse(line):
                     self.screen.show(event, child.name if child.name.startswith("server-") else "")
+
+    def _end_suspended(self) -> None:
+        """Kill whoever is stopped for too long; what follows is as if it had died by itself."""
+        for process in self._suspended.overdue():
+            with suppress(psutil.Error):
+                why = f"was stopped (SIGSTOP) for run.silence_s={self._suspended.limit_s} and is killed"
+                self.screen.say(f"{self._name(process)} (pid {process.pid}) {why}")
+                self._killed_for[process.pid] = why
+                process.kill()
+
+    def _processes(self) -> list[psutil.Process]:
+        """All that are to work: those of the run, and the guard, unless it is gone."""
+        found = all_in_run(self.run_id)
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(self._guard.process.pid))
+        return found
+
+    def _name(self, process: psutil.Process) -> str:
+        names = {child.process.pid: child.name for child in (*self.children, self._guard)}
+        if rank := process.environ().get("RANK"):
+            return f"rank-{rank}"
+        return names.get(process.pid) or f"{process.name()} of {names.get(os.getsid(process.pid), 'the run')}"
 
     def _end_all(self) -> None:
         """SIGTERM, up to STOP_S for clean ends (another signal cuts it short), then SIGKILL for all that carry the marker."""

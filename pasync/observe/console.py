@@ -185,5 +185,6 @@ class Screen:
 
 
 def _emit(text: str) -> None:
+    text = text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be written
     sys.stdout.write(text)  # one write: ranks share a log file, and print() makes two of an unbuffered line
     sys.stdout.flush()

@@ -1,11 +1,13 @@
 """The training processes of one torchrun and the few collectives the loop needs.
 
 Rank 0 talks to the servers; the others learn from it what to do. Whatever fails on rank 0 inside `from_first` is raised under the
-same name on every rank, so no rank is left waiting in a collective.
+same name on every rank, so no rank is left waiting in a collective. A rank that hangs in work of its own, where nobody may wait for it,
+ends itself (`Ranks.alive`).
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +38,14 @@ class Ranks:
     size: int
     device: torch.device
     mesh: Mesh
+    deadline_s: float
+
+    def alive(self) -> None:
+        """Say that the loop goes on. If it is not said again within 1.5 `deadline_s` (others give up waiting after 1), this process ends.
+
+        With code 1 and the tracebacks of all its threads; the thread that waits for it needs no lock of the interpreter.
+        """
+        faulthandler.dump_traceback_later(1.5 * self.deadline_s, exit=True)
 
     @property
     def is_first(self) -> bool:
@@ -115,12 +125,14 @@ class Ranks:
         return dict(zip(keys, flat.tolist(), strict=True))
 
     def _send(self, status: int, payload: bytes, axis: Axis | None) -> None:
+        self.alive()
         group = axis.group if axis else None
         dist.broadcast(torch.tensor([status, len(payload)]), src=0, group=group)
         if payload:
             dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0, group=group)
 
     def _receive(self, axis: Axis | None) -> tuple[int, bytes]:
+        self.alive()
         group = axis.group if axis else None
         head = torch.empty(2, dtype=torch.int64)
         dist.broadcast(head, src=0, group=group)
@@ -144,8 +156,10 @@ def join_ranks(kind: str, *, deadline_s: float, pipeline: int = 1, tensor: int =
     with naming_lost_ranks(deadline_s):
         dist.init_process_group(devices.collective_backend(kind), timeout=timedelta(seconds=deadline_s))
         try:
-            yield Ranks(dist.get_rank(), dist.get_world_size(), device, make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=deadline_s))
+            mesh = make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=deadline_s)
+            yield Ranks(dist.get_rank(), dist.get_world_size(), device, mesh, deadline_s)
         finally:
+            faulthandler.cancel_dump_traceback_later()
             dist.destroy_process_group()
 
 

@@ -32,6 +32,8 @@ from pasync.sections import RewardConfig
 
 START_S = 120.0
 """Longest wait for a first worker that has loaded the reward function."""
+LATE = f"no worker had loaded it after {START_S} s, the server's log may say why"
+ENDED = "loading it ends its process"
 CLOSE_S = 10.0
 """Longest wait for the workers to end."""
 ERROR_CHARACTERS = 200
@@ -60,13 +62,14 @@ class RewardPool:
 
     def __enter__(self) -> RewardPool:
         pool = self._start()
-        try:
-            problem = pool.schedule(_load_problem).result(START_S)
-        except (FutureTimeout, BrokenProcessPool, ProcessExpired) as error:
-            problem = f"rewards.function={self.rewards.function}: loading it hangs or ends its process ({type(error).__name__})"
+        problem = self._problem(pool)
+        if problem == ENDED:  # somebody else may have killed it
+            self._close(pool)
+            pool = self._start()
+            problem = self._problem(pool)
         if problem:
             self._close(pool)
-            raise ConfigError(problem)
+            raise ConfigError(f"rewards.function={self.rewards.function}: {problem}" if problem in (ENDED, LATE) else problem)
         self._pool = pool
         return self
 
@@ -98,6 +101,16 @@ class RewardPool:
             except RuntimeError:  # BrokenProcessPool for a call under way, its base for a new one
                 await self._replace(pool)
         return 0.0, CRASH
+
+    @staticmethod
+    def _problem(pool: ProcessPool) -> str:
+        """Why the function cannot be used; "" if it can."""
+        try:
+            return str(pool.schedule(_load_problem).result(START_S))
+        except FutureTimeout:
+            return LATE
+        except (BrokenProcessPool, ProcessExpired):
+            return ENDED
 
     async def _replace(self, broken: ProcessPool) -> None:
         """Go on with new workers; of many calls that find the pool broken, the first replaces it."""

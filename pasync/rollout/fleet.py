@@ -175,9 +175,9 @@ class Fleet:
         for name, server in list(self._servers.items()):
             silent = now - server.last_heard
             if silent > limit:
-                self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}"))
+                self.lose(name, RolloutError(f"{name} was not heard of for {silent:.1f} s, rollout.silence_s={limit}: {log_of(name)}"))
             elif server.recalled is not None and now - server.recalled > cancel_s:
-                self.lose(name, RolloutError(f"{name} did not cancel its evaluation within sync.deadline_s={cancel_s}"))
+                self.lose(name, RolloutError(f"{name} did not cancel its evaluation within sync.deadline_s={cancel_s}: {log_of(name)}"))
             elif ping:
                 self.send(name, Ping())
 
@@ -210,6 +210,12 @@ class Fleet:
         self._replies.put((name, Unsynced(str(error))))
         self._groups.put(WAKE)
         self._evaluated.put(WAKE)
+
+    def outstanding(self) -> str:
+        """Who works on which groups, and where its log is. Any thread may ask."""
+        working = [(name, [group for _, group in list(server.working_on)]) for name, server in list(self._servers.items())]
+        found = [f"{name} works on groups {sorted(groups)}: {log_of(name)}" for name, groups in working if groups]
+        return "; ".join(found) or "no server works on any"
 
     def stop(self) -> None:
         """Tell all servers that the run is over."""
@@ -288,3 +294,8 @@ class Fleet:
 
 def _key(message: Generate | Group) -> Key:
     return message.version, message.held_out, message.group_id
+
+
+def log_of(name: str) -> str:
+    """Where the server of this name says what it does, in the run folder."""
+    return f"logs/{name.partition(' ')[0]}.log"

@@ -31,7 +31,7 @@ from pasync.errors import PasyncError, RolloutError
 from pasync.messages import Generate, Group, Hello, Message, Sampling, ToTrainer, Unsynced, int_bytes
 from pasync.observe.console import progress, status
 from pasync.rollout.admission import Lengths
-from pasync.rollout.fleet import ENDED, WAKE, Fleet, Task
+from pasync.rollout.fleet import ENDED, WAKE, Fleet, Task, log_of
 from pasync.transport.channel import Keys, ServerChannel
 
 SHOW_EVERY_S = 1.0
@@ -178,7 +178,7 @@ class RolloutProducer:
         end = time.monotonic() + limit
         while not (present := list(self._fleet.present)):
             if self._next(self._replies, end - time.monotonic()) is None:
-                raise RolloutError(f"no server is left and none came back within rollout.deadline_s={limit}")
+                raise RolloutError(f"no server is left and none came back within rollout.deadline_s={limit}: logs/server-*.log")
         changed, self.names = present != self.names, present
         return changed
 
@@ -235,7 +235,8 @@ class RolloutProducer:
             progress("servers ready", count - len(missing), count)
             item = self._next(self._replies, end - time.monotonic())
             if item is None:
-                raise RolloutError(f"{', '.join(f'server-{i}' for i in sorted(missing))} not ready within rollout.start_s={limit}")
+                late = [f"server-{i}" for i in sorted(missing)]
+                raise RolloutError(f"{', '.join(late)} not ready within rollout.start_s={limit}: {', '.join(map(log_of, late))}")
             if isinstance(item[1], Hello):
                 missing.discard(item[1].server)
         progress("servers ready", count, count)
@@ -244,7 +245,8 @@ class RolloutProducer:
         limit = self.config.rollout.deadline_s
         item = self._next(self._groups, limit, until=lambda: self.stranded)
         if item is None and not self.stranded:
-            raise RolloutError(f"no group finished within rollout.deadline_s={limit}, {self.in_flight} missing")
+            waits = f"no group finished within rollout.deadline_s={limit}, {self.in_flight} missing"
+            raise RolloutError(f"{waits}; {self._fleet.outstanding()}")
         return item  # type: ignore[no-any-return]
 
     def _next(self, source: queue.SimpleQueue[Any], timeout_s: float, until: Callable[[], bool] = lambda: False) -> Any:
@@ -292,7 +294,7 @@ class RolloutProducer:
 
     def _give_up(self, names: list[str], due: str, deadline_s: float) -> None:
         for name in names:
-            self._fleet.lose(name, RolloutError(f"no {due} from {name} within {deadline_s} s"))
+            self._fleet.lose(name, RolloutError(f"no {due} from {name} within sync.deadline_s={deadline_s}: {log_of(name)}"))
 
     def _stop(self) -> None:
         self._stopping = True

@@ -82,6 +82,7 @@ class ServerChannel:
             self._socket.curve_secretkey = keys.trainer_secret.encode()
         self._socket.setsockopt(zmq.LINGER, 2000)  # lets the last Stop leave
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # the batch bounds what waits; at a limit a server that reads late would count as gone
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.bind(address)
         self._bell, self._button = os.pipe()
@@ -145,7 +146,10 @@ class TrainerChannel:
         self._socket.connect(address)
 
     async def receive(self) -> ToServer:
-        """The next message of the trainer; what `reader` does not let pass is dropped and counted."""
+        """The next message of the trainer; what `reader` does not let pass is dropped and counted.
+
+        Waits without a deadline: `watch`, beside it, ends a wait for a trainer that is gone.
+        """
         while True:
             message = self.reader.read(await self._socket.recv())
             if message is not None:
@@ -161,16 +165,17 @@ class TrainerChannel:
         Waits at most `start_s` for the first connection (for which each must know the other's key), and later at most `silence_s` for
         a lost one to come back.
         """
-        why, connected, end = f"not reached within {start_s} s: it is not there, or has other keys", False, time.monotonic() + start_s
+        why, connected = f"not reached within rollout.start_s={start_s}: it is not there, or has other keys", False
+        end = time.monotonic() + start_s
         while True:
             try:
                 event = await asyncio.wait_for(recv_monitor_message(self._events), None if connected else end - time.monotonic())
             except TimeoutError:
-                raise RolloutError(f"the trainer at {self.address} was {why}") from None
+                raise RolloutError(f"the trainer at {self.address} was {why}; rank 0 writes logs/ranks.log") from None
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 connected = True
             elif connected:
-                why, connected, end = f"lost for {silence_s} s", False, time.monotonic() + silence_s
+                why, connected, end = f"lost for rollout.silence_s={silence_s}", False, time.monotonic() + silence_s
 
     def close(self) -> None:
         """Send what is queued (1 s at most)."""

@@ -42,5 +42,5 @@ def test_a_node_ends_when_the_trainers_node_is_gone(tmp_path: Path) -> None:
     wait_for_line(run / "logs" / "ranks.log", "iteration 1: optimizer step", first, RUN_S)
     first.kill()
     code, text = finish(second, tmp_path / "second", 60)
-    assert code == 1 and "RolloutError: the trainer at tcp://127.0.0.2:" in text and "was lost for 3.0 s" in text, text
+    assert code == 1 and "RolloutError: the trainer at tcp://127.0.0.2:" in text and "was lost for rollout.silence_s=3.0" in text, text
     assert gone_within(run, 20) and "done" not in console(run)

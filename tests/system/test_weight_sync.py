@@ -30,6 +30,8 @@ from pasync.transport.weights import WeightSender
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
 PROMPT = Prompt(0, tuple(range(20, 60)), "", {"answer": ""})
+ENDS = list(range(60, 70))
+"""End tokens that generation_config.json names."""
 
 
 def tiny_config(run: Path, model: Path, dtype: str, batch_groups: int = 1) -> Config:
@@ -91,6 +93,10 @@ def sampled_gap(trainer: Trainer, producer: RolloutProducer, version: int) -> fl
         ids = [*ints(group.prompt_ids).tolist(), *response.token_ids.tolist()]
         ours = trainer.sequence_logprobs(ids)[len(PROMPT.ids) - 1 :]
         gaps.append((ours - torch.tensor(response.token_logprobs)).abs().mean().item())
+        if response.ended:
+            assert not set(response.token_ids[:-1].tolist()) & set(ENDS)
+        else:
+            assert len(response.token_ids) == 24 and not set(response.token_ids.tolist()) & set(ENDS)
     return sum(gaps) / len(gaps)
 
 
@@ -106,7 +112,8 @@ def test_synced_weights_sample_like_the_trainer_and_unsynced_ones_are_noticed(tm
     model = tmp_path / "model"
     random_model(model, family, tied, seed=3)
     # Sampling values that users did not ask for: if they leaked in, the sampled log-probs would not be the trainer's.
-    (model / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.1, "top_k": 1, "repetition_penalty": 2.0}')
+    leaking = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 2.0}
+    (model / "generation_config.json").write_text(json.dumps(leaking | {"eos_token_id": ENDS}))
     config = tiny_config(tmp_path / "run", model, dtype)
     ids = list(PROMPT.ids)
     with connected(tmp_path / "run", config) as (trainer, producer, sender):

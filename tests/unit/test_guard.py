@@ -19,7 +19,7 @@ LAUNCHER = """
 import os, subprocess, sys
 from pasync import guard
 run_id = sys.argv[1]
-watch = guard.start(run_id, dict(os.environ))
+watch = guard.start(run_id, dict(os.environ), 1.0)
 grand = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 child = f"import subprocess, sys, signal; subprocess.Popen([sys.executable, '-c', {grand!r}], start_new_session=True); signal.pause()"
 subprocess.Popen([sys.executable, "-c", child], env=os.environ | {"PASYNC_RUN_ID": run_id}, start_new_session=True)
@@ -50,6 +50,24 @@ def test_kill_of_the_launcher_ends_children_and_grandchildren_and_is_reported(ru
     launcher.kill()
     assert psutil.wait_procs(family, timeout=5)[1] == []
     assert "the launcher" in launcher.communicate(timeout=5)[1]  # ends when the guard does
+
+
+def test_a_launcher_that_stays_stopped_is_ended_with_all_it_started_and_named(run_id: str) -> None:
+    launcher = fake_launcher(run_id)
+    family = all_in_run(run_id)
+    launcher.send_signal(signal.SIGSTOP)
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert "was stopped (SIGSTOP, Ctrl-Z) for run.silence_s=1.0" in launcher.communicate(timeout=5)[1]
+    assert launcher.returncode == -signal.SIGKILL
+
+
+def test_a_launcher_that_goes_on_in_time_is_left_alone(run_id: str) -> None:
+    launcher = fake_launcher(run_id)
+    for _ in range(2):
+        launcher.send_signal(signal.SIGSTOP)
+        assert psutil.wait_procs(all_in_run(run_id), timeout=0.7)[0] == []
+        launcher.send_signal(signal.SIGCONT)
+    assert launcher.communicate("end well\n", timeout=10)[1] == ""
 
 
 def test_a_launcher_that_ends_well_has_nothing_reported_and_nothing_left(run_id: str) -> None:

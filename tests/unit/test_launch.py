@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from workers import free_port
 
@@ -449,6 +451,27 @@ def test_a_killed_rank_is_named_though_another_says_first_that_it_lost_it_and_en
     ranks = torchrun(config_file, LOSES.format(run=str(config_file.parent / "run")))
     code, lines = ended(start(config_file, FOREVER, *ranks), config_file)
     assert code == 1 and lines[-2].startswith("ProcessDied: rank-1 (pid ") and lines[-2].endswith("was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("who", ["ranks", "server-0", "sleep of server-0", "guard"])
+def test_a_process_that_stays_stopped_is_ended_and_named(config_file: Path, who: str) -> None:
+    config_file.write_text(config_file.read_text().replace("run: {", "run: {silence_s: 1, "))
+    server = UP + "import subprocess; subprocess.run(['sleep', '60'], check=True)"
+    launcher = start(config_file, server, "-c", FOREVER)
+    until(launcher, "up"), until(launcher, "up")
+    victim = next(p for name, p in by_name(config_file, launcher) if name == who)
+    victim.suspend()
+    code, lines = ended(launcher, config_file)
+    told = f"{who} (pid {victim.pid}) was stopped (SIGSTOP) for run.silence_s=1.0 and is killed"
+    assert code == 1 and told in lines
+    assert lines[-2] == f"ProcessDied: {told}" or who == "sleep of server-0"  # whose parent fails then
+
+
+def by_name(config_file: Path, launcher: subprocess.Popen[str]) -> Iterator[tuple[str, psutil.Process]]:
+    yield "guard", next(p for p in psutil.Process(launcher.pid).children() if "pasync.guard" in p.cmdline())
+    for process in all_in_run(str(config_file.parent / "run")):
+        name = "ranks" if process.cmdline()[-1] == FOREVER else "server-0"
+        yield name if process.ppid() == launcher.pid else "sleep of server-0", process
 
 
 def test_ranks_that_torchrun_ended_itself_are_no_cause() -> None:

@@ -1,5 +1,7 @@
 import copy
+import ctypes
 import math
+import time
 from datetime import timedelta
 
 import pytest
@@ -140,3 +142,17 @@ def hidden_cause(ranks: Ranks) -> str:
 
 def test_a_lost_rank_does_not_hide_the_error_that_it_followed_from():
     assert run_ranks(hidden_cause, 2)[0] == "RolloutError: server-0 is silent"
+
+
+def hangs(ranks: Ranks) -> None:
+    """Work of rank 1 alone that never ends and keeps the interpreter's lock."""
+    ranks.from_first(lambda: b"")
+    if not ranks.is_first:
+        ctypes.PyDLL(None).sleep(60)
+
+
+def test_a_rank_that_hangs_where_nobody_waits_for_it_ends_itself():
+    began = time.monotonic()
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with exit code 1"):
+        run_ranks(hangs, 2, deadline_s=2.0)
+    assert time.monotonic() - began < 40

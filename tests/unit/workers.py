@@ -26,21 +26,23 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, pipeline: int = 1, tensor: int = 1) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, pipeline: int = 1, tensor: int = 1, deadline_s: float = 60
+) -> list[Any]:
     """`function(ranks, *args)` on every rank; returns their results in rank order. A failing rank fails the test."""
     # As torchrun does: the parent holds the store, so the port cannot be taken by somebody else before the ranks meet.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        inputs = (function, size, store.port, Path(folder), {"pipeline": pipeline, "tensor": tensor}, args)
+        inputs = (function, size, store.port, Path(folder), {"pipeline": pipeline, "tensor": tensor, "deadline_s": deadline_s}, args)
         mp.start_processes(_entry, inputs, nprocs=size, start_method="forkserver")
         return [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(size)]
 
 
 def _entry(
-    rank: int, function: Callable[..., Any], size: int, port: int, results: Path, layout: dict[str, int], args: tuple[Any, ...]
+    rank: int, function: Callable[..., Any], size: int, port: int, results: Path, layout: dict[str, Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    with join_ranks("cpu", deadline_s=60, **layout) as ranks:
+    with join_ranks("cpu", **layout) as ranks:
         torch.save(function(ranks, *args), results / str(rank))
