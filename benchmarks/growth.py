@@ -225,7 +225,7 @@ def lines(rounds: int) -> Iterator[Line]:
 
 def draw(out: Path, measured: list[Line]) -> None:
     """Write the log-log plots, one for each quantity."""
-    from pasync.observe.plot import pyplot
+    from matplotlib import pyplot
 
     kinds = {"cpu_s_per_group": "trainer's CPU per group, s", "queue_s": "finished group to micro-batch, s", "sync_s": "weight sync, s"}
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(13, 4), layout="constrained")

@@ -142,7 +142,7 @@ def table(plans: Sequence[Plan], colocated: Iteration | None, count: int) -> str
 
 def draw(out: Path, title: str, plans: Sequence[Plan], count: int) -> None:
     """Write the picture: throughput over the number of serving devices."""
-    from pasync.observe.plot import pyplot  # loads matplotlib
+    from matplotlib import pyplot  # late: it takes a second
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     serving = [plan.config.rollout.servers * plan.config.rollout.tensor_parallel for plan in plans]

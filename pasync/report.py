@@ -102,7 +102,7 @@ def write_report(folders: list[Path], out: Path, iteration: int | None = None) -
     bands = banded(runs)
     sections = {
         "Runs": summary(bands),
-        "Learning": panels(bands, _evaluations(runs) | LEARNING),
+        "Learning": panels(bands, {"eval/accuracy_frac": "Held-out accuracy"} | LEARNING | _scores(runs)),
         "Policy": panels(bands, POLICY),
         "Where the time of a step goes": "".join(anatomy(band) for band in bands),
         "Speed": panels(bands, SPEED),
@@ -278,12 +278,11 @@ def _visible(text: str) -> str:
     return html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: chr(0x2400 + min(ord(found[0]), 0x21)), text))
 
 
-def _evaluations(runs: list[Run]) -> dict[str, str]:
-    """Whatever was evaluated, the main figure first, which is the avg@k of the only set there may be."""
-    keys = {key for run in runs for line in run.lines for key in line if key.startswith("eval/") and ("@" in key or "accuracy" in key)}
+def _scores(runs: list[Run]) -> dict[str, str]:
+    """Of the held-out sets; avg@k of the only one is the accuracy."""
+    keys = {key for run in runs for line in run.lines for key in line if key.startswith("eval/") and "@" in key}
     means = {key for key in keys if "/avg@" in key}
-    keys -= means if len(means) == 1 else set()
-    return {key: "Held-out accuracy" if key == "eval/accuracy_frac" else f"Held-out {key[5:]}" for key in sorted(keys)}
+    return {key: f"Held-out {key[5:]}" for key in sorted(keys - (means if len(means) == 1 else set()))}
 
 
 def _named(band: Band) -> str:

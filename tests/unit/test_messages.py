@@ -5,7 +5,7 @@ from groups import make_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pasync import messages
+from pasync import frames
 from pasync.frames import WIRE_VERSION, BadMessage, FrameReader, pack
 from pasync.messages import Failed, Generate, Group, GroupDone, Hello, Response, Sampling, Stop, ToServer, ToTrainer, int_bytes, ints
 
@@ -21,8 +21,8 @@ def for_trainer(frame: bytes) -> object:
 
 def framed(body: bytes) -> bytes:
     """Any bytes with a valid head."""
-    stamp = next(messages._stamps)
-    return WIRE_VERSION + messages._HEADER.pack(messages._checksum(body, stamp), stamp) + body
+    stamp = next(frames._stamps)
+    return WIRE_VERSION + frames._HEADER.pack(frames._checksum(body, stamp), stamp) + body
 
 
 def group_done(**changes: object) -> GroupDone:
@@ -109,7 +109,7 @@ def test_a_frame_passes_once_and_in_order_for_each_sender():
 
 def test_too_large_a_message_is_neither_sent_nor_read(monkeypatch):
     frame = pack(Failed(error="e", message="x" * 2000))
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(frames, "MAX_MESSAGE_BYTES", 1000)
     assert for_trainer(frame) is None
     with pytest.raises(BadMessage, match="a Failed of 20.. bytes cannot be sent"):
         pack(Failed(error="e", message="x" * 2000))

@@ -55,10 +55,11 @@ RUN_BY = {
     ),
     "tests/unit/test_readme.py::test_the_reference_pages_are_those_of_the_code": ("python -m pasync.reference docs",),
     "tests/unit/test_readme.py::test_the_packages_to_install_are_those_that_set_up_looks_for": (
-        "pip install accelerate pyzmq msgspec pydantic 'omegaconf>=2.4' pebble math-verify reasoning-gym datasets rich psutil",
+        "pip install accelerate pyzmq msgspec pydantic 'omegaconf>=2.4' pebble math-verify reasoning-gym datasets rich psutil peft",
     ),
     "tests/unit/test_prepare_data.py::test_published_files_become_prompts_whose_right_answers_score": (
         "python -m pasync.data.prepare",
+        "python -m pasync.data.prepare NAME",
         "python -m pasync.data.prepare gsm8k|deepscaler|aime24|math500 [--from FOLDER_OR_FILE] [--to configs/data]",
     ),
     "tests/unit/test_checkpoint.py::test_checksums_are_those_of_sha256sum": ("sha256sum -c sha256sums",),
@@ -75,6 +76,13 @@ RUN_BY = {
         "python -m benchmarks.logprob",
         "python -m benchmarks.tri_model",
     ),
+    "tests/system/test_runs.py::test_the_final_model_loads_in_transformers_and_scores_as_it_did_in_the_run": (
+        "python -m pasync.evaluate RUN",
+    ),
+    "tests/unit/test_plan.py::test_the_command_compares_splits_and_says_what_it_rests_on": (
+        "python -m pasync.plan CONFIG [key.sub=value ...] [--measure RUN] [--nodes N ...] [--mean-tokens N] [--png CURVE.png]",
+    ),
+    "tests/unit/test_plan.py::test_the_page_on_scale_is_in_step_with_the_planner": ("python -m benchmarks.scale > docs/scale.md",),
     "tests/run.sh::all of it": ("bash tests/run.sh", "bash tests/run.sh --set npu-versions", "python -m pytest tests/contract"),
 }
 ASCEND = "docs/ascend.md"
