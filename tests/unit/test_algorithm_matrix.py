@@ -160,7 +160,7 @@ def divided_gradient(trainer: Trainer) -> torch.Tensor:
 
 
 def distances(ranks: Ranks, folder: Path, model: Path, run: Path, combinations: list[dict[str, Any]], oracles: list[torch.Tensor]) -> list:
-    """Largest relative distance of each combination, over orders and packings, and whether a group was cut."""
+    """Largest relative distance of each combination, over orders and packings."""
     results = []
     for combination, oracle in zip(combinations, oracles, strict=True):
         place = folder / str(ranks.rank)
