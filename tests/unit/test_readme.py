@@ -55,7 +55,7 @@ RUN_BY = {
     ),
     "tests/unit/test_readme.py::test_the_reference_pages_are_those_of_the_code": ("python -m pasync.reference docs",),
     "tests/unit/test_readme.py::test_the_packages_to_install_are_those_that_set_up_looks_for": (
-        "pip install accelerate pyzmq msgspec pydantic 'omegaconf>=2.4' pebble math-verify reasoning-gym datasets rich psutil",
+        "pip install accelerate pyzmq msgspec pydantic 'omegaconf>=2.4' pebble math-verify reasoning-gym datasets rich psutil peft",
     ),
     "tests/unit/test_prepare_data.py::test_published_files_become_prompts_whose_right_answers_score": (
         "python -m pasync.data.prepare",
