@@ -18,7 +18,7 @@ from typing import NamedTuple
 from pasync.messages import KILLED, Group
 from pasync.observe.console import progress, say, status
 from pasync.observe.dashboard import SHOWN, STEP_FACTS
-from pasync.observe.trace import drop_lines
+from pasync.observe.trace import drop_lines, whole_lines
 from pasync.observe.trackers import Trackers
 
 METRICS = {
@@ -252,7 +252,7 @@ class RunLog:
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
     """All lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in whole_lines(run / "metrics.jsonl")]
 
 
 def described(key: str) -> str:

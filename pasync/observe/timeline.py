@@ -10,6 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pasync.observe.trace import whole_lines
+
 Span = dict[str, Any]
 
 
@@ -20,7 +22,7 @@ def read_spans(run: Path) -> list[Span]:
         raise FileNotFoundError(f"{run} has no trace: {run / 'trace'} holds no .jsonl file")
     spans = []
     for path in files:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in whole_lines(path):
             span = json.loads(line)
             spans.append(span | {"row": f"server-{span['server']}" if span["name"] == "group" else path.stem})
     return sorted(spans, key=lambda s: s["begin"])

@@ -47,6 +47,11 @@ class Trace:
         self.add("group", iteration, group.started, group.finished, **facts)
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Lines of a file that grows, without one that is not finished."""
+    return path.read_text(encoding="utf-8").split("\n")[:-1]
+
+
 def drop_lines(path: Path, first: int) -> None:
     """Remove lines of iterations from `first` on, and one that a crash left unfinished."""
     if path.exists():

@@ -15,7 +15,7 @@ from typing import Any
 
 from pasync.data.prompts import Prompt
 from pasync.messages import Group, Response, int_bytes
-from pasync.observe.trace import drop_lines
+from pasync.observe.trace import drop_lines, whole_lines
 
 HELD_OUT = 16
 """Problems of a set whose answers are kept at every evaluation."""
@@ -67,7 +67,7 @@ class Samples:
 def read_samples(run: Path) -> list[dict[str, Any]]:
     """All samples of a run; none if it kept none."""
     path = run / "samples.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()] if path.exists() else []
+    return [json.loads(line) for line in whole_lines(path)] if path.exists() else []
 
 
 def most_changed(samples: list[dict[str, Any]], count: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -171,3 +171,11 @@ def test_a_folder_that_is_no_run_and_an_iteration_that_is_not_there_are_named(tm
     run = run_folder(tmp_path / "run", iterations=2, groups=2)
     assert main([str(run), "--iteration", "7"]) == 1 and "--iteration=7" in capsys.readouterr().err
     assert main([str(run)]) == 0 and capsys.readouterr().out.strip() == str(run / "report.html")
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line_has_a_report(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "run", iterations=3, groups=2)
+    for name in ("metrics.jsonl", "samples.jsonl", "trace/rank-0.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"iteration": 3, "name')
+    assert main([str(run)]) == 0 and len(read_run(run).lines) == 3
