@@ -13,7 +13,7 @@ if [[ $# -gt 0 ]]; then
 fi
 stamp=$venv/.complete-for
 log=$venv/setup.log
-needed="torch transformers accelerate vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml"
+needed="torch transformers accelerate vllm zmq msgspec pydantic omegaconf pebble math_verify reasoning_gym datasets rich psutil safetensors yaml peft"
 
 die() { printf 'set-up: %s\n' "$@" >&2; exit 1; }
 

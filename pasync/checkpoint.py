@@ -4,6 +4,7 @@
                                           the Hugging Face checkpoint, and the next iteration; history: `Leader.history`;
                                           sha256sums: of all these files
     <run>/model/                          Hugging Face format, for transformers and vLLM
+    <run>/adapter/                        with `lora.rank`: peft's format
 
 A folder appears under its name only when complete, and is only used if it is what was written. The name holds the number, so there is
 no pointer to the newest that could be wrong. Every parameter is described as a whole that processes hold pieces of, so a run
@@ -34,6 +35,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from pasync import checksums, disk
 from pasync.config import Config
 from pasync.errors import CheckpointError
+from pasync.model.lora import save_adapters
 from pasync.observe.console import say
 from pasync.parallel.optimizer import KEYS
 from pasync.parallel.slices import Slot
@@ -235,10 +237,15 @@ class Checkpoints:
 
 
 def export(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0, inside `Ranks.on_first`."""
+    """Write the policy in Hugging Face format, complete or not at all. Runs on rank 0, inside `Ranks.on_first`.
+
+    With `lora.rank` its weights are merged, and the folder "adapter" beside it holds the adapters alone.
+    """
     models = trainer.models
     weights = {name: weight.cpu() for name, weight in models.weights()}
     write_model(folder, weights, models.model_config, models.generation_config, tokenizer)
+    if models.lora.rank:
+        save_adapters(folder.with_name("adapter"), models.parameters, models.lora, Path(trainer.config.model.path))
 
 
 def write_model(

@@ -14,6 +14,7 @@ from pasync.sections import (
     DeviceConfig,
     Dtype,
     EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -38,6 +39,7 @@ class Config(Section):
     """`periodic` trains on groups as they arrive; `sync` waits for the whole batch first: same gradient. `one_step_off`, for
     comparison only, trains on the batch that the weights before the last step sampled: off-policy, corrected by the ratio to them."""
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     data: DataConfig
     rollout: RolloutConfig
     rewards: RewardConfig = RewardConfig()

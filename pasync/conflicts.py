@@ -27,6 +27,10 @@ def conflicts(config: Config) -> list[str]:
         found.append("parallel.data=fsdp: adds up gradients in float32, parallel.accumulate=exact needs parallel.data=zero1")
     if c.parallel.data == "fsdp" and c.model.offload_reference:
         found.append("parallel.data=fsdp: already holds only a slice of the reference model, set model.offload_reference=false")
+    if c.lora.rank and (cut > 1 or c.parallel.data == "fsdp"):
+        found.append(f"lora.rank={c.lora.rank}: adapters stand beside whole layers, needs parallel.pipeline=tensor=1 and data=zero1")
+    if c.lora.rank and c.model.offload_reference:
+        found.append("model.offload_reference=true: with lora.rank the reference is the policy without adapters, set it to false")
     if c.device.nodes > 1 and c.run.max_restarts:
         found.append(f"run.max_restarts={c.run.max_restarts}: of several nodes (device.nodes) none starts again alone, set 0")
     if c.device.nodes > 1 and c.rollout.max_restarts:

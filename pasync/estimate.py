@@ -76,15 +76,17 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     """Of a training rank; of rank 0, which also sends the weights, where there are servers.
 
     Lasting, of the n numbers of its stage and shard: weights s n, the gradient's sum 4 n (8 n if exact), 12 n / W of `ZeroAdamW`; or
-    16 n / W of `FullyShardedAdamW`.
+    16 n / W of `FullyShardedAdamW`. With `lora.rank` the n of all but the weights are those of the adapters.
     """
-    numbers, ranks = rank_parameters(config, geometry), config.replicas
-    lasting = _models(config, numbers)
+    numbers, ranks, lora = rank_parameters(config, geometry), config.replicas, config.lora
+    frozen = numbers if lora.rank else 0
+    trained = geometry.adapter_parameters(lora.rank, lora.targets) if lora.rank else numbers
+    lasting = _models(config, trained, frozen)
     if not config.replayed_run:
         lasting.append(Part(sent_bytes(config, geometry), "buffers of the weight transfer"))
     groups = sum(n > 1 for n in (ranks, config.parallel.tensor, config.parallel.pipeline)) + (not config.replayed_run)
     lasting.append(Part(devices.overhead_bytes(kind, "rank", groups), "runtime"))
-    passing = [Part(_update_bytes(config, numbers, kind), "optimizer step")]
+    passing = [Part(_update_bytes(config, trained, kind), "optimizer step")]
     if config.trains:
         rows = micro_batch_tokens(config)[0]
         how = "layers computed again" if config.model.gradient_checkpointing else "all layers kept"
@@ -93,22 +95,22 @@ def rank_need(config: Config, geometry: Geometry, kind: str) -> Need:
     return Need(lasting, passing)
 
 
-def _models(config: Config, numbers: int) -> list[Part]:
-    """Weights, gradients and optimizer of n numbers, and the frozen models."""
+def _models(config: Config, numbers: int, frozen: int) -> list[Part]:
+    """Weights, gradients and optimizer of n numbers, weights beside them that are not trained, and the frozen models."""
     ranks, item = config.replicas, ITEM_BYTES[config.model.dtype]
     exact, sharded = config.parallel.accumulate == "exact", config.parallel.data == "fsdp"
     slices, held = f", one of {ranks} slices" * (ranks > 1), numbers // ranks if sharded else numbers
     parts = [Part(16 * held, "weights, gradients and two moments, float32" + slices)]
     if not sharded:
         parts = [
-            Part(item * held, f"weights, {config.model.dtype}"),
+            Part(item * (held + frozen), f"weights, {config.model.dtype}"),
             Part((8 if exact else 4) * held, f"sum of gradients, {'int64' if exact else 'float32'}"),
             Part(12 * numbers // ranks, "master weights and two moments, float32" + slices),
         ]
     always = config.algorithm.tri_model == "always"
-    if always or (config.algorithm.kl_coef and not config.model.offload_reference):
+    if not frozen and (always or (config.algorithm.kl_coef and not config.model.offload_reference)):
         parts.append(Part(item * held, "reference model"))
-    return parts + [Part(item * held, "old policy")] * always
+    return parts + [Part(item * (held + frozen), "old policy")] * always
 
 
 def _gathered_bytes(config: Config, geometry: Geometry) -> int:
@@ -141,7 +143,8 @@ def micro_batch_bytes(config: Config, geometry: Geometry, kind: str) -> int:
     """Forward and backward of the largest micro-batch.
 
     The worst moment is in the LM head or in a layer's backward. Kept all the while: what autograd keeps of every layer (with gradient
-    checkpointing its input, s E), rotary angles 2 s D, and the head's gradient s V E (a tied one waits for that of the embedding).
+    checkpointing its input, s E), rotary angles 2 s D, and, if it is trained, the
+    head's gradient s V E (a tied one waits for that of the embedding).
     The first of several stages keeps as many micro-batches as there are stages, each of its share of the layers; shards divide what
     is cut.
       head:  the last norm (4 + s) E, its output s E for N rows, kept logits, three blocks of them, float32 gradient 4 N E
@@ -156,7 +159,8 @@ def micro_batch_bytes(config: Config, geometry: Geometry, kind: str) -> int:
     in_head = rows * (4 + item) * g.hidden + predicting * (4 + item) * g.hidden + min(KEPT_LOGITS_BYTES, logits * item) + 3 * 4 * block
     in_layer = rows * (again * layer + item * (2 * g.intermediate // shards + g.hidden))
     exact = 16 if config.parallel.accumulate == "exact" else 0  # a parameter's gradient in float64 and in int64
-    return kept + max(in_head, in_layer) + g.vocabulary * g.hidden // shards * (item + exact)
+    head = 0 if config.lora.rank else g.vocabulary * g.hidden // shards * (item + exact)
+    return kept + max(in_head, in_layer) + head
 
 
 def server_need(config: Config, geometry: Geometry, machine: Machine) -> Need:

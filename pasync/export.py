@@ -13,12 +13,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from pasync import checksums
 from pasync.checkpoint import OWN_FILES, write_model
+from pasync.config import Config
 from pasync.configfile import load
 from pasync.errors import CheckpointError, ConfigError, PasyncError
 from pasync.model.causal_lm import empty_model, load_tokenizer
+from pasync.model.files import WeightFiles
+from pasync.model.lora import merged
 
 
 def export(run: Path, iteration: int | None = None, to: Path | None = None) -> Path:
@@ -45,9 +50,18 @@ def export(run: Path, iteration: int | None = None, to: Path | None = None) -> P
     masters = {name: torch.empty(about.size) for name, about in sizes.items() if name.startswith("master.")}  # type: ignore[union-attr]
     dcp.load(masters, checkpoint_id=chosen, no_dist=True)
     weights = {name.removeprefix("master."): weight.to(model.dtype) for name, weight in masters.items()}
+    if config.lora.rank:
+        weights = _merged(weights, model, config)
     to = to or run / f"model-{int(chosen.name.removeprefix('iteration-'))}"
     write_model(to, weights, model.config, model.generation_config, load_tokenizer(folder))
     return to
+
+
+def _merged(adapters: dict[str, Tensor], model: PreTrainedModel, config: Config) -> dict[str, Tensor]:
+    """The starting weights with the adapters added."""
+    with WeightFiles(Path(config.model.path)) as files:
+        started = {name: files.part(name, None, 0, 1).to(model.dtype) for name, _ in model.named_parameters()}
+        return {name: merged(name, weight, adapters, config.lora) for name, weight in started.items()}
 
 
 def _chosen(run: Path, iteration: int | None) -> Path:

@@ -62,6 +62,13 @@ class Geometry:
         mlp_biases = self.mlp_bias * (2 * self.intermediate + self.hidden)
         return weights + attention_biases + mlp_biases
 
+    def adapter_parameters(self, rank: int, targets: list[str]) -> int:
+        """Numbers in the adapters of all layers: r (in + out) of each target."""
+        queries, keys, hidden = self.heads * self.head_size, self.kv_heads * self.head_size, self.hidden
+        sides = {"q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": queries + hidden}
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + self.intermediate)
+        return self.layers * rank * sum(sides.get(target, 0) for target in targets)
+
     @property
     def largest_tensor(self) -> int:
         """Numbers in the largest weight."""

@@ -35,6 +35,15 @@ class ModelConfig(Section):
     `auto`: `merged` where its kernels pass a test on this device, else `concat`; the rank's log says which."""
 
 
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """r: train adapters of this rank beside the layers instead of the weights; 0 trains all weights."""
+    alpha: int = Field(32, ge=1)
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: list[str] = Field(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], min_length=1)
+    """Names of the linear layers that get one, in every decoder layer."""
+
+
 class DatasetConfig(Section):
     source: str
     """`reasoning-gym:<task>`, a .jsonl, .json or .parquet file, or a folder written by `datasets.save_to_disk`.

@@ -82,7 +82,7 @@ class _TokenLogprob(torch.autograd.Function):
         hidden, weight, targets, lse, *kept = ctx.saved_tensors
         grad = grads[0] / ctx.temperature  # [N]
         d_hidden = hidden.new_zeros(hidden.shape, dtype=_wide(hidden))
-        d_weight = torch.empty_like(weight)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for (at, block), raw in zip_longest(_blocks(weight, len(targets)), kept):
             logits = _scaled(hidden @ block.T if raw is None else raw, ctx.temperature)  # [N, C]
             # d logp / d logits = onehot(target) - softmax(logits)
@@ -91,7 +91,8 @@ class _TokenLogprob(torch.autograd.Function):
             d_logits.scatter_add_(1, column[:, None], torch.where(inside, grad, 0)[:, None])
             narrow = d_logits.to(hidden.dtype)
             d_hidden += narrow @ block
-            torch.mm(narrow.T, hidden, out=d_weight[at : at + len(block)])
+            if d_weight is not None:
+                torch.mm(narrow.T, hidden, out=d_weight[at : at + len(block)])
         if ctx.peers:
             ctx.peers.sum(d_hidden)  # each slice of the vocabulary gave a part; summed before it is rounded
         return d_hidden.to(hidden.dtype), d_weight, None, None, None, None

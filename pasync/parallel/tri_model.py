@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,6 +24,7 @@ from pasync.config import Config
 from pasync.data.packing import MicroBatch, Part, empty_row, pack
 from pasync.model.causal_lm import empty_model
 from pasync.model.files import WeightFiles
+from pasync.model.lora import AdaptersOff, add_adapters, merged
 from pasync.model.stage import Stage
 from pasync.parallel.fsdp import gathered, local, shard
 from pasync.parallel.optimizer import Copies
@@ -76,15 +78,20 @@ class TriModel:
         self.dims = {name: shards.dims[name] for name in names.values()}
         always = config.algorithm.tri_model == "always"
         self.old = _frozen(self.policy) if always else None
-        self.reference = _frozen(self.policy) if always or config.algorithm.kl_coef else None
+        needs_reference = bool(always or config.algorithm.kl_coef)
+        self.reference: Stage | AdaptersOff | None = _frozen(self.policy) if needs_reference and not config.lora.rank else None
         self.lock_step = config.parallel.data == "fsdp"
-        stages = [stage for stage in (self.policy, self.old, self.reference) if stage is not None]
+        stages = [stage for stage in (self.policy, self.old, self.reference) if isinstance(stage, Stage)]
         with WeightFiles(folder) as files:
             for stage in stages:  # one after the other: neither the host nor a device ever holds a model whole
                 files.fill(stage, {name: (of, self.dims[of]) for name, of in names.items()}, self.mesh.tensor.index, self.mesh.tensor.size)
                 shard(stage, self.mesh.data, ranks.device) if self.lock_step else stage.to(ranks.device)
-        self.parameters: dict[str, nn.Parameter] = {names[name]: p for name, p in self.policy.named_parameters()}
+        self._held: dict[str, nn.Parameter] = {names[name]: p for name, p in self.policy.named_parameters()}
         """Of the policy, under the names of the checkpoint; a tied head on a stage of its own bears the embedding's."""
+        self.parameters, self.lora = self._held, config.lora
+        """What is trained: these, or the adapters beside them."""
+        if self.lora.rank:
+            self._adapt(config.seed, needs_reference)
         cut_over = self.mesh.tensor.size > 1
         self.copies = Copies(
             replicated=frozenset(name for name, dim in self.dims.items() if cut_over and dim is None),
@@ -92,7 +99,8 @@ class TriModel:
             tied=embedding if tied is not None else None,
         )
         self.offload = config.model.offload_reference
-        self._pipeline = Pipeline(stages, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s)
+        models: list[Any] = [model for model in (self.policy, self.old, self.reference) if model is not None]
+        self._pipeline = Pipeline(models, self.mesh.pipeline, ranks.device, self._decode, deadline_s=config.parallel.deadline_s)
         self._chunks = self._plan_chunks()
 
     def run(self, bodies: Iterator[bytes] | None, loss: Callable[[MicroBatch, LogProbs], Tensor], *, temperature: float) -> None:
@@ -103,7 +111,7 @@ class TriModel:
             loss: called on the last stage, gives a scalar to differentiate.
             temperature: of the sampling distribution.
         """
-        if self.reference is not None and self.offload:
+        if self.offload and isinstance(self.reference, Stage):
             self.reference.to(self.ranks.device)
 
         def with_names(batch: MicroBatch, logps: list[Tensor], entropy: Tensor) -> Tensor:
@@ -123,7 +131,7 @@ class TriModel:
 
     def rest(self) -> None:
         """Between batches: the reference leaves the device if `model.offload_reference` says so."""
-        if self.reference is not None and self.offload:
+        if self.offload and isinstance(self.reference, Stage):
             self.reference.to("cpu")
 
     @torch.no_grad()
@@ -157,10 +165,20 @@ class TriModel:
         gathered = ((weight.name, self._whole(weight)) for weight in self._chunks[chunk])
         return [(name, tensor) for name, tensor in gathered if tensor is not None]
 
+    def _adapt(self, seed: int, needs_reference: bool) -> None:
+        """Train adapters; without them the policy is the reference."""
+        self.parameters = add_adapters(self.policy, self.lora, seed)
+        self.dims |= dict.fromkeys(self.parameters)
+        if self.old is not None:
+            add_adapters(self.old, self.lora, seed)
+        if needs_reference:
+            self.reference = AdaptersOff(self.policy)
+
     def _whole(self, weight: Weight) -> Tensor | None:
         mesh, tensor = self.mesh, None
         if weight.stage == mesh.pipeline.index:
-            tensor = whole(gathered(self.parameters[weight.name], self.policy.dtype), weight.dim, mesh.tensor)
+            tensor = whole(gathered(self._held[weight.name], self.policy.dtype), weight.dim, mesh.tensor)
+            tensor = merged(weight.name, tensor, self.parameters, self.lora)
         if weight.stage and mesh.tensor.is_first and mesh.data.is_first:  # from the stage's first shard to rank 0
             if tensor is not None:
                 dist.send(tensor.contiguous(), 0)
@@ -172,7 +190,7 @@ class TriModel:
     def _plan_chunks(self) -> list[list[Weight]]:
         """All weights, stage by stage: the same on every process. A collective."""
         mine = []
-        for name, p in self.parameters.items():
+        for name, p in self._held.items():
             shape = list(p.shape)
             if (dim := self.dims[name]) is not None:
                 shape[dim] *= self.mesh.tensor.size
