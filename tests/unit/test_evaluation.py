@@ -1,10 +1,13 @@
 """Held-out groups beside a batch: the real producer against scripted servers."""
 
 import queue
+import random
 import time
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from test_producer import (
     SAMPLING,
     ScriptedServer,
@@ -163,7 +166,12 @@ def evaluating(producer: RolloutProducer, settings: Config, count: int) -> Evalu
     return evaluation
 
 
-def test_scores_counts_and_the_delay(tmp_path, address):  # noqa: F811
+def random_state() -> tuple:
+    return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+
+
+def test_scores_counts_and_the_delay_and_no_random_number_is_drawn(tmp_path, address):  # noqa: F811
+    before = random_state()
     server, settings = ScriptedServer(address, 0, credits=4), config(tmp_path, *SETS)
     with mustered(settings, address) as producer:
         evaluation = evaluating(producer, settings, 2)
@@ -176,6 +184,7 @@ def test_scores_counts_and_the_delay(tmp_path, address):  # noqa: F811
         "eval/problems": 2, "eval/unfinished": 0,
     }  # fmt: skip
     assert values["time/eval_delay_s"] < 1.0 and values["time/eval_bubble_s"] == 1.0  # groups say so
+    assert random_state() == before
     server.close()
 
 

@@ -480,9 +480,10 @@ def test_ranks_that_torchrun_ended_itself_are_no_cause() -> None:
 
 
 def test_what_the_machine_and_the_files_lack_is_reported_together(config_file: Path) -> None:
-    wrong = ["device.count=999", "data.train.source=gone.jsonl", "data.max_prompt_tokens=2000"]
+    wrong = ["device.count=999", "data.train.source=gone.jsonl", "data.max_prompt_tokens=2000", "data.eval.h.source=gsm8k", "eval.every=1"]
     launcher = launch(config_file, *wrong)
     text = launcher.communicate(timeout=20)[0]
-    assert launcher.returncode == 2 and "3 problems" in text
+    assert launcher.returncode == 2 and "4 problems" in text
+    assert "gsm8k_test.jsonl: there is no such file or folder; python -m pasync.data.prepare gsm8k makes it" in text
     assert "device.count=999" in text and "gone.jsonl: there is no such file" in text and "beyond the model's length, at most 1024" in text
     assert not (config_file.parent / "run").exists()
