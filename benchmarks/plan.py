@@ -2,7 +2,8 @@
 
     emulated  servers and ranks that sleep (`emulate`): 1+1, 2+1 and 1+2 processes, from the rates that they sleep by; then, for each case,
               which split of three devices, and of all, is the best: predicted and measured
-    real      `overlap`: vLLM on core 0, a rank on core 1, both schedules in turns; from the rates of the `sync` iterations
+    real      `overlap`: vLLM on core 0, a rank on core 1, both schedules in turns; from the rates of the `sync` iterations, and from those
+              of the schedule's own: they differ where others use the cores, too
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ def real(case: str, groups: int | None, pairs: int, folder: Path) -> Iterator[Li
     tree["rollout"] |= {"start_s": 900, "deadline_s": 900}  # for a machine that others use, too
     lines = alternated(folder, tree, "schedule=sync", "schedule=periodic", pairs)
     run = folder / "run"
-    calibration, works = calibrate(run, chosen=range(2 * WARM_UP, 2 * (WARM_UP + pairs), 2))
     config = load(run / "config.yaml")
-    rates = calibration.scaled(estimate(config, read_geometry(Path(config.model.path)), Machine("cpu", 2, None)))
-    for schedule, of_schedule in zip(("sync", "periodic"), lines, strict=True):
-        predicted = simulate(config.model_copy(update={"schedule": schedule}), works[0], rates)
+    estimated = estimate(config, read_geometry(Path(config.model.path)), Machine("cpu", 2, None))
+    calibrated = [calibrate(run, chosen=range(2 * WARM_UP + i, 2 * (WARM_UP + pairs), 2)) for i in (0, 1)]
+    for schedule, own, of_schedule in zip(("sync", "periodic"), calibrated, lines, strict=True):
+        predicted, from_own = (
+            simulate(config.model_copy(update={"schedule": schedule}), works[0], calibration.scaled(estimated))
+            for calibration, works in (calibrated[0], own)
+        )
         line = compared(f"overlap {case}", (1, 1), schedule, median(of_schedule, "time/step_s"), predicted)
+        line |= {"own_rates_s": from_own.step_s, "own_rates_error_frac": from_own.step_s / line["measured_s"] - 1}
         for part in ("generate", "train"):
             line |= {f"{part}_predicted_s": getattr(predicted, f"{part}_s"), f"{part}_measured_s": median(of_schedule, f"time/{part}_s")}
         yield line

@@ -5,7 +5,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from groups import make_group
 
 from benchmarks.scale import CASES, row, rows
 from pasync import plan
@@ -17,6 +19,7 @@ from pasync.estimate import Machine
 from pasync.geometry import PUBLISHED, read_geometry
 from pasync.placement import Placement
 from pasync.rates import DEVICES, estimate, sources
+from pasync.rollout.recording import Recording, record
 from pasync.simulate import GroupWork, generate, simulate, training_time
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +123,15 @@ def test_a_run_gives_back_the_factors_that_it_was_made_with(run):
     rates = estimate(config, read_geometry(run / "model"), Machine("cpu", 2, 1 << 34))
     predicted, true = (simulate(config, works[0], c.scaled(rates)).step_s for c in (calibration, TRUE))
     assert predicted == pytest.approx(true, rel=0.02)
+
+
+def test_recorded_groups_tell_the_length_of_every_response(run):
+    made = [make_group(np.random.default_rng(0), 3 + i, [i + 1] * 7 + [20], group_id=i) for i in reversed(range(5))]
+    for t in range(1, 4):
+        record(run, t, Recording(made, [0.0] * 5))
+    calibration, works = calibrate(run)
+    assert calibration.exact_lengths
+    assert works[2] == [GroupWork(3 + i, (*[i + 1] * 7, 20), 20) for i in range(5)]
 
 
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
