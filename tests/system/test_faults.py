@@ -95,7 +95,7 @@ class Row:
         self.name, self.run = name, folder / name
         self.process: subprocess.Popen[str] | None = None
         self.patience_s = 240 if name == "real" else 90
-        several = name != "mortal"
+        several = not name.startswith("mortal")
         self.network = Network() if several and may_make_networks() else None
         self.overrides = [*SMALL, *QUICK, *KEPT, *([] if name == "real" else STUB), *["rollout.servers=2"] * several]
 
@@ -140,7 +140,8 @@ class Row:
         """The process now, None if there is none; of server 1, where a server is meant."""
         assert self.process
         if victim == "launcher":
-            return psutil.Process(self.process.pid) if (self.run / "logs" / "ranks.log").exists() else None
+            launcher = psutil.Process(self.process.pid)
+            return launcher if len(launcher.children()) > 1 else None  # the guard and one more
         for process in processes_of(self.run):
             try:
                 words, parent = " ".join(process.cmdline()), " ".join(process.parent().cmdline() if process.parent() else [])
@@ -208,6 +209,13 @@ def test_fault(row_of: Callable[[str], Row], row: str, victim: str, fault: str, 
         require_replaced_worker(run, fault, phase)
     else:
         require_replaced_server(run, victim, fault, phase)
+
+
+@pytest.mark.parametrize("cut", ["pipeline", "tensor"])
+def test_a_killed_rank_of_a_cut_model_is_named(row_of: Callable[[str], Row], cut: str) -> None:
+    row = row_of(f"mortal-{cut}")
+    row.overrides.append(f"parallel.{cut}=2")
+    require_named_end(row, "rank-1", "kill", "train")
 
 
 def require_named_end(row: Row, victim: str, fault: str, phase: str) -> None:
