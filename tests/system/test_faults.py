@@ -226,8 +226,9 @@ def require_named_end(row: Row, victim: str, fault: str, phase: str) -> None:
     process = row.await_victim(victim)
     process.send_signal(SIGNALS[fault])
     assert row.process
-    code, text = finish(row.process, row.run, 40)
+    code, _ = finish(row.process, row.run, 40)
     assert gone_within(row.run, 15), [p.cmdline() for p in processes_of(row.run)]
+    text = console(row.run)  # the guard's words, too
     why = "was killed" if fault == "kill" else f"was stopped (SIGSTOP{', Ctrl-Z' * (victim == 'launcher')}) for run.silence_s={SILENCE_S}"
     assert f"ProcessDied: {'the ' * (victim == 'launcher')}{victim} (pid {process.pid}) {why}" in text, text
     assert code == (-signal.SIGKILL if victim == "launcher" else 1)
