@@ -22,16 +22,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import ROOT, TINY, completed, console, finish, gone_within, processes_of
+from harness import ROOT, TINY, console, finish, gone_within, processes_of, start
 from safetensors.torch import load_file
 
 from pasync.rollout.recording import read_recording
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 GROUPS = 4
 SILENCE_S = 2.0
-SMALL = (f"algorithm.batch_groups={GROUPS}", "algorithm.group_responses=4", "eval.every=0", "data.eval=null", "parallel.accumulate=exact")
-QUICK = (f"run.silence_s={SILENCE_S}", "rollout.silence_s=4", "rollout.heartbeat_s=0.5", "rollout.start_s=90", "sync.deadline_s=5")
+SMALL = (f"algorithm.batch_groups={GROUPS}", "algorithm.group_responses=2", "eval.every=0", "data.eval=null", "parallel.accumulate=exact")
+QUICK = (f"run.silence_s={SILENCE_S}", "rollout.silence_s=4", "rollout.heartbeat_s=0.5", "rollout.start_s=240", "sync.deadline_s=5")
 STUB = ("rewards.function=benchmarks.stub_run:reward", "sync.probe_tolerance=1e9")
 KEPT = ("checkpoint.every=1", "rollout.source=record", "rollout.max_restarts=100")
 PHASES = ("start", "sync", "generate", "train", "optimizer", "checkpoint")
@@ -94,8 +94,8 @@ class Row:
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.run = name, folder / name
         self.process: subprocess.Popen[str] | None = None
-        self.ranks = 1
-        several = name != "mortal"
+        self.patience_s = 240 if name == "real" else 90
+        several = not name.startswith("mortal")
         self.network = Network() if several and may_make_networks() else None
         self.overrides = [*SMALL, *QUICK, *KEPT, *([] if name == "real" else STUB), *["rollout.servers=2"] * several]
 
@@ -104,7 +104,7 @@ class Row:
         if self.process and self.process.poll() is None:
             return
         env = os.environ | {"PYTHONPATH": str(ROOT)}
-        env |= {"REAL": "1"} if self.name == "real" else {}
+        env |= {"REAL": "1"} if self.name == "real" else {"STUB_S": "0.8"} if self.name == "survivors" else {}  # few iterations in all
         env |= {"FAR": f"{self.network.name}:{self.network.host}"} if self.network else {}
         extra = [f"run.dir={self.run}", f"parallel.ranks={ranks}", f"iterations={iterations}"]
         command = [sys.executable, "-m", "benchmarks.stub_run", "launch", str(TINY), *self.overrides, *extra]
@@ -117,9 +117,10 @@ class Row:
         path = self.run / "logs" / "ranks.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def until(self, there: Callable[[], object], what: str, timeout_s: float = 90) -> None:
+    def until(self, there: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
         """Return when it is there; fail if the run ends or the time is up before."""
         assert self.process
+        timeout_s = timeout_s or self.patience_s
         end = time.monotonic() + timeout_s
         while not there():
             assert self.process.poll() is None, f"the run ended before {what}:\n{console(self.run)}"
@@ -139,7 +140,8 @@ class Row:
         """The process now, None if there is none; of server 1, where a server is meant."""
         assert self.process
         if victim == "launcher":
-            return psutil.Process(self.process.pid) if (self.run / "logs" / "ranks.log").exists() else None
+            launcher = psutil.Process(self.process.pid)
+            return launcher if len(launcher.children()) > 1 else None  # the guard and one more
         for process in processes_of(self.run):
             try:
                 words, parent = " ".join(process.cmdline()), " ".join(process.parent().cmdline() if process.parent() else [])
@@ -209,6 +211,13 @@ def test_fault(row_of: Callable[[str], Row], row: str, victim: str, fault: str, 
         require_replaced_server(run, victim, fault, phase)
 
 
+@pytest.mark.parametrize("cut", ["pipeline", "tensor"])
+def test_a_killed_rank_of_a_cut_model_is_named(row_of: Callable[[str], Row], cut: str) -> None:
+    row = row_of(f"mortal-{cut}")
+    row.overrides.append(f"parallel.{cut}=2")
+    require_named_end(row, "rank-1", "kill", "train")
+
+
 def require_named_end(row: Row, victim: str, fault: str, phase: str) -> None:
     """One that nobody can do without: everything ends, and the last words name it."""
     row.up(ranks=2 if victim == "rank-1" else 1)
@@ -217,8 +226,9 @@ def require_named_end(row: Row, victim: str, fault: str, phase: str) -> None:
     process = row.await_victim(victim)
     process.send_signal(SIGNALS[fault])
     assert row.process
-    code, text = finish(row.process, row.run, 40)
+    code, _ = finish(row.process, row.run, 40)
     assert gone_within(row.run, 15), [p.cmdline() for p in processes_of(row.run)]
+    text = console(row.run)  # the guard's words, too
     why = "was killed" if fault == "kill" else f"was stopped (SIGSTOP{', Ctrl-Z' * (victim == 'launcher')}) for run.silence_s={SILENCE_S}"
     assert f"ProcessDied: {'the ' * (victim == 'launcher')}{victim} (pid {process.pid}) {why}" in text, text
     assert code == (-signal.SIGKILL if victim == "launcher" else 1)
@@ -293,6 +303,7 @@ def require_undisturbed_weights(row: Row) -> None:
     for t in range(done + 2):
         assert sorted((g.group_id, g.version) for g in read_recording(row.run, t).groups) == [(i, t) for i in range(GROUPS)]
     undisturbed = row.run.with_name(f"{row.name}-undisturbed")
-    completed(TINY, undisturbed, *SMALL, f"rollout.source=replay:{row.run}", f"iterations={done + 2}")
+    code, text = finish(start(TINY, undisturbed, *SMALL, f"rollout.source=replay:{row.run}", f"iterations={done + 2}"), undisturbed, 400)
+    assert code == 0, text
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (row.run, undisturbed))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
