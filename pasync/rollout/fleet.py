@@ -213,7 +213,7 @@ class Fleet:
 
     def outstanding(self) -> str:
         """Who works on which groups, and where its log is. Any thread may ask."""
-        working = [(name, [group for _, group in list(server.working_on)]) for name, server in list(self._servers.items())]
+        working = [(name, [group for _, _, group in list(server.working_on)]) for name, server in list(self._servers.items())]
         found = [f"{name} works on groups {sorted(groups)}: {log_of(name)}" for name, groups in working if groups]
         return "; ".join(found) or "no server works on any"
 

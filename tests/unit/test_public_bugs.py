@@ -25,8 +25,9 @@ from workers import free_port
 from pasync.data.packing import pack as pack_row
 from pasync.data.packing import rows
 from pasync.errors import ConfigError
+from pasync.frames import FrameReader, pack
 from pasync.leader import Leader
-from pasync.messages import FrameReader, Generate, Group, Hello, Probe, Response, ToServer, float_bytes, int_bytes, pack
+from pasync.messages import Generate, Group, Hello, Probe, Response, ToServer, float_bytes, int_bytes
 from pasync.observe.console import Progress, Said, Tail, parse
 from pasync.observe.metrics import RunLog
 from pasync.rewards.pool import RewardPool
