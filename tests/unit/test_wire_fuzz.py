@@ -18,7 +18,7 @@ import zmq
 from test_producer import config, prompts, wait_until
 from workers import free_port
 
-from pasync import messages
+from pasync import frames
 from pasync.frames import WIRE_VERSION
 from pasync.messages import Sampling, Sync, Synced, int_bytes
 from pasync.rollout.producer import RolloutProducer
@@ -90,8 +90,8 @@ def hostile(draw: random.Random, seen: list[bytes], foreign: list[bytes]) -> Ite
 
 def framed(body: bytes) -> bytes:
     """With a valid head and a stamp above all before."""
-    stamp = next(messages._stamps)
-    return WIRE_VERSION + messages._HEADER.pack(messages._checksum(body, stamp), stamp) + body
+    stamp = next(frames._stamps)
+    return WIRE_VERSION + frames._HEADER.pack(frames._checksum(body, stamp), stamp) + body
 
 
 class FuzzingProxy:
