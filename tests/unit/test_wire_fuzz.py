@@ -160,7 +160,7 @@ def iterate(producer: RolloutProducer, version: int) -> list[Any]:
 
 
 def test_ten_thousand_hostile_frames_at_each_socket_change_no_group_and_are_all_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", LARGEST)
+    monkeypatch.setattr(frames, "MAX_MESSAGE_BYTES", LARGEST)
     front, back = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     run = config(tmp_path, "rollout.max_num_seqs=8", "rollout.deadline_s=20", "rollout.start_s=20")
     proxy = FuzzingProxy(front, back)
