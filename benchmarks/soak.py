@@ -22,11 +22,19 @@ import psutil
 
 from pasync.processes import all_in_run
 
-SMALL = ["algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null", "rollout.servers=2"]
+SMALL = ["algorithm.batch_groups=4", "algorithm.group_responses=2", "eval.every=0", "data.eval=null", "rollout.servers=2"]
 STUB = ["rewards.function=benchmarks.stub_run:reward", "sync.probe_tolerance=1e9"]
 BOUNDS = {"rss_bytes": 2 << 20, "open_files": 0.5, "threads": 0.5, "sockets": 0.5}
 """Largest growth per 100 iterations."""
 SAMPLES = 40
+KINDS = {
+    "pasync.guard": "guard",
+    "resource_tracker": "tracker",
+    "spawn_main": "reward worker",
+    "serve ": "server",
+    "distributed.run": "torchrun",
+}
+"""By a part of the command line."""
 Sample = dict[str, dict[str, int]]
 
 
@@ -47,9 +55,8 @@ def sample(run: str, launcher: psutil.Process) -> Sample:
 def name(process: psutil.Process, launcher: psutil.Process) -> str:
     """Kind and pid: a process that takes another's place is a new one."""
     words, rank = " ".join(process.cmdline()), process.environ().get("RANK")
-    parts = {"guard": "guard", "tracker": "tracker", "spawn_main": "reward worker", "serve": "server", "distributed.run": "torchrun"}
     kind = "launcher" if process == launcher else f"rank-{rank}" if rank else "engine" if "EngineCore" in process.name() + words else None
-    return f"{kind or next((kind for part, kind in parts.items() if part in words), process.name())} {process.pid}"
+    return f"{kind or next((kind for part, kind in KINDS.items() if part in words), process.name())} {process.pid}"
 
 
 def iterations_done(run: Path) -> int:
