@@ -85,7 +85,7 @@ class Sampler:
     def _scored(self, prompt: Prompt, ids: list[int], logprobs: list[float]) -> Response:
         ended = self.tokenizer.eos_token_id in ids
         length = ids.index(self.tokenizer.eos_token_id) + 1 if ended else len(ids)
-        text = self.tokenizer.decode(ids[: length - 1])
+        text = str(self.tokenizer.decode(ids[: length - 1]))
         reward = exact(prompt.text, text, ids[:length], dict(prompt.sample)) if ended else 0.0
         return Response(int_bytes(ids[:length]), float_bytes(logprobs[:length]), text, ended, reward)
 
