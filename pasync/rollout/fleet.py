@@ -87,6 +87,11 @@ class Server:
         """Whether its groups are held-out ones."""
         return self.recalled is not None or any(task.message.held_out for task in self.working_on.values())
 
+    @property
+    def may_evaluate(self) -> bool:
+        """Whether it has no group of the batch, and is not being recalled."""
+        return self.recalled is None and (not self.working_on or self.evaluates)
+
 
 class Fleet:
     """Gives groups to servers, and takes them back from those that are lost.
@@ -156,11 +161,11 @@ class Fleet:
 
     def dispatch(self) -> None:
         """Give out groups as far as servers that hold their version have room."""
-        self._hand_out(self._pending, lambda server: not server.evaluates)
+        self._hand_out(self._pending, self.config.rollout.admission, lambda server: not server.evaluates)
         if self._pending or self._ending:
             self._recall()
         else:
-            self._hand_out(self._held_out, lambda server: server.recalled is None and (not server.working_on or server.evaluates))
+            self._hand_out(self._held_out, "group_first", lambda server: server.may_evaluate)
         over = self._ending or not self._held_out
         if self._evaluating and over and not any(server.evaluates for server in self._servers.values()):
             self._held_out, self._evaluating = [], False
@@ -256,12 +261,12 @@ class Fleet:
             case _:
                 self._replies.put((name, message))
 
-    def _hand_out(self, tasks: list[Task], takes: Callable[[Server], bool]) -> None:
+    def _hand_out(self, tasks: list[Task], admission: str, takes: Callable[[Server], bool]) -> None:
         while tasks:
             message = tasks[0].message
             version, size = message.version, message.sampling.num_responses
             able = [name for name, server in self._servers.items() if server.version == version and takes(server)]
-            chosen = choose(self.config.rollout.admission, [self._servers[n].load for n in able], size, len(tasks))
+            chosen = choose(admission, [self._servers[n].load for n in able], size, len(tasks))
             if chosen is None:
                 return
             if self.send(able[chosen], message):

@@ -115,7 +115,8 @@ def test_one_step_off_is_labelled_and_learns_from_the_batch_before(tmp_path):
 
 def test_refill_trains_adapters_on_whole_batches_of_useful_groups_with_several_updates(tmp_path):
     more = ("algorithm.filter_zero_variance=refill", "algorithm.updates_per_batch=2", "lora.rank=8")
-    lines = completed(TINY, tmp_path / "run", *SMALL, *more, "iterations=6", "rollout.source=record")
+    *lines, final = completed(TINY, tmp_path / "run", *EVALUATED, *more, "iterations=6", "rollout.source=record")
+    assert [line["eval/problems"] for line in (lines[0], lines[3], final)] == [12, 12, 12]  # pushed aside by each further prompt
     assert all(line["policy/trained_groups"] == 8 for line in lines) and sum(line["reward/refilled_groups"] for line in lines) > 0
     for t, line in enumerate(lines):
         ids = sorted(g.group_id for g in read_recording(tmp_path / "run", t).groups)
