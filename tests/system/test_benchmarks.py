@@ -52,7 +52,7 @@ def test_the_planner_predicts_runs_of_the_real_scheduler_that_sleep_by_known_rat
     for line in emulate.measured(2, 1, ["long_tailed"], rounds=1):
         config = emulate.configuration(2, 1).model_copy(update={"schedule": line["schedule"]})
         predicted = simulate(config, emulate.work(line["case"]), emulate.RATES)
-        assert line["step_s"] == pytest.approx(predicted.step_s, rel=0.1), line  # a busy machine sleeps too long
+        assert 0.95 * predicted.step_s < line["step_s"] < 1.25 * predicted.step_s, line  # a busy machine sleeps too long
 
 
 def test_growth_prints_a_line_for_all_that_costs_depend_on():
