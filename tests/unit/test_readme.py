@@ -64,6 +64,10 @@ RUN_BY = {
     ),
     "tests/unit/test_checkpoint.py::test_checksums_are_those_of_sha256sum": ("sha256sum -c sha256sums",),
     "tests/unit/test_trackers.py::test_a_tracker_that_is_not_installed_is_named_with_what_to_do": ("pip install wandb",),
+    "tests/system/test_benchmarks.py::test_runs_of_the_real_scheduler_that_sleep_by_known_rates_are_not_faster_than_planned": (
+        "python -m benchmarks.plan",
+    ),
+    "tests/system/test_benchmarks.py::test_growth_prints_a_line_for_all_that_costs_depend_on": ("python -m benchmarks.growth",),
     "tests/system/test_benchmarks.py::test_overlap_prints_its_line": ("python -m benchmarks.overlap",),
     "tests/system/test_benchmarks.py::test_admission_prints_its_line": ("python -m benchmarks.admission",),
     "tests/system/test_benchmarks.py::test_transport_prints_its_line": ("python -m benchmarks.transport",),
