@@ -298,7 +298,7 @@ def require_undisturbed_weights(row: Row) -> None:
     done = max((int(p.name.split("-")[1]) for p in (row.run / "checkpoints").glob("iteration-*")), default=0)
     row.up(iterations=done + 2)
     assert row.process
-    code, text = finish(row.process, row.run, 120)
+    code, text = finish(row.process, row.run, row.patience_s + 60)
     assert code == 0, text
     for t in range(done + 2):
         assert sorted((g.group_id, g.version) for g in read_recording(row.run, t).groups) == [(i, t) for i in range(GROUPS)]
