@@ -174,9 +174,9 @@ class Row:
         if self.process and self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        assert gone_within(self.run, 15)
         if self.network:
             self.network.close()
+        assert gone_within(self.run, 15)
 
 
 @pytest.fixture(scope="module")
