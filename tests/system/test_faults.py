@@ -295,7 +295,7 @@ def require_undisturbed_weights(row: Row) -> None:
         row.process.terminate()
         assert finish(row.process, row.run, 60)[0] == 75
     assert gone_within(row.run, 15)
-    complete = [p.name.removeprefix("iteration-") for p in (row.run / "checkpoints").iterdir()]  # and maybe a draft of one cut short
+    complete = [p.name.removeprefix("iteration-") for p in (row.run / "checkpoints").glob("*")]  # and maybe a draft of one cut short
     done = max((int(number) for number in complete if number.isdigit()), default=0)
     row.up(iterations=done + 2)
     assert row.process
