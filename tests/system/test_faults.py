@@ -174,9 +174,9 @@ class Row:
         if self.process and self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
-        assert gone_within(self.run, 15)
         if self.network:
             self.network.close()
+        assert gone_within(self.run, 15)
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,8 @@ def require_undisturbed_weights(row: Row) -> None:
         row.process.terminate()
         assert finish(row.process, row.run, 60)[0] == 75
     assert gone_within(row.run, 15)
-    done = max((int(p.name.split("-")[1]) for p in (row.run / "checkpoints").glob("iteration-*")), default=0)
+    complete = [p.name.removeprefix("iteration-") for p in (row.run / "checkpoints").glob("*")]  # and maybe a draft of one cut short
+    done = max((int(number) for number in complete if number.isdigit()), default=0)
     row.up(iterations=done + 2)
     assert row.process
     code, text = finish(row.process, row.run, row.patience_s + 60)
