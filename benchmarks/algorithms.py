@@ -1,6 +1,6 @@
-"""Does every choice learn? `python -m benchmarks.algorithms [--iterations N] [--seeds N ..]`: one JSON line per case and seed.
+"""Does every choice learn? `python -m benchmarks.algorithms [--seeds N ..] [--losses NAME ..] [key=value ..]`: a JSON line per case.
 
-The trainer, prompts, reward and model of `configs/tiny_cpu.yaml` with a quarter of its batch, in one process: responses are sampled by
+The trainer, prompts, reward and model of `configs/tiny_cpu.yaml` in a few short iterations, in one process: responses are sampled by
 transformers' `generate` instead of a server, because 27 cases and three seeds should take minutes. Accuracies are the exact chance that
 a response sampled at temperature 1 is right, mean over the held-out rows: without any noise of sampling. On-policy all losses have one
 gradient, so those with a ratio do two updates per batch.
@@ -36,7 +36,7 @@ from pasync.trainer import Trainer
 TINY = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
 RANGES = {"gspo": ("3e-4", "4e-4")}
 """Of the clipping, where 0.2 is not what the paper uses."""
-CHEAP = ("algorithm.batch_groups=16", "optimizer.warmup_iterations=1")
+SHORT = ("iterations=12", "algorithm.batch_groups=32", "optimizer.lr=1e-4")
 Case = dict[str, str]
 
 
@@ -109,18 +109,19 @@ def measure(config: Config, case: Case, ranks: Ranks) -> dict[str, object]:
 def main() -> None:
     """Entry of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--losses", nargs="+", default=get_args(PolicyLoss))
+    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    common = [f"iterations={options.iterations}", f"model.path={prepare('tiny-sort')}", *CHEAP]
+    common = [f"model.path={prepare('tiny-sort')}", *SHORT, *options.overrides]
     with join_ranks("cpu", deadline_s=60) as ranks:
         for seed in options.seeds:
-            for case in cases():
+            for case in (case for case in cases() if case["loss"] in options.losses):
                 overrides = [f"algorithm.{key}={value}" for key, value in case.items()]
                 print(json.dumps(measure(load(TINY, [*common, f"seed={seed}", *overrides]), case, ranks)), flush=True)
 
