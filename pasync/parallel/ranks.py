@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Ranks:
 
         With code 1 and the tracebacks of all its threads; the thread that waits for it needs no lock of the interpreter.
         """
-        faulthandler.dump_traceback_later(1.5 * self.deadline_s, exit=True)
+        faulthandler.dump_traceback_later(1.5 * self.deadline_s, exit=True, file=sys.__stderr__)
 
     @property
     def is_first(self) -> bool:

@@ -64,6 +64,7 @@ def test_runs_of_the_real_scheduler_that_sleep_by_known_rates_are_not_faster_tha
         assert line["step_s"] > 0.9 * predicted.step_s, line  # not more: a busy machine sleeps too long
 
 
+@pytest.mark.slow
 def test_growth_prints_a_line_for_all_that_costs_depend_on():
     lines = lines_of("benchmarks.growth", "--rounds", "1")
     assert {(line["what"], line["of"]) for line in lines} == {

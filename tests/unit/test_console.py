@@ -127,7 +127,7 @@ def test_a_run_on_a_real_terminal_has_a_dashboard_that_is_gone_at_its_end(tmp_pa
     reader.start()
     with os.fdopen(theirs, "w") as terminal:
         screen = Screen(Console(file=terminal, width=100))
-        with Supervisor(tmp_path / "run", screen) as processes:
+        with Supervisor(tmp_path / "run", screen, 60) as processes:
             processes.wait_for(processes.start(Command("ranks", [sys.executable, "-c", SENDER])))
             screen.tick()
         terminal.write("THE END")
@@ -142,6 +142,6 @@ def test_a_run_on_a_real_terminal_has_a_dashboard_that_is_gone_at_its_end(tmp_pa
 
 def test_without_a_terminal_nobody_watches(tmp_path: Path) -> None:
     screen, out = screen_on(Clock())
-    with Supervisor(tmp_path / "run", screen) as processes:
+    with Supervisor(tmp_path / "run", screen, 60) as processes:
         processes.wait_for(processes.start(Command("ranks", [sys.executable, "-c", SENDER])))
     assert "::status::" not in (tmp_path / "run" / "logs" / "ranks.log").read_text() and "server-0" not in out.getvalue()
