@@ -51,7 +51,13 @@ def test_weight_sync_prints_a_line_for_every_type_and_way():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "command", [("shared_prompt", "--case", "64,256,8", "--dtype", "float32"), ("logprob", "--dtype", "bfloat16"), ("tri_model",)]
+    "command",
+    [
+        ("shared_prompt", "--case", "64,256,8", "--dtype", "float32"),
+        ("logprob", "--dtype", "bfloat16"),
+        ("tri_model",),
+        ("algorithms", "--seeds", "0"),
+    ],
 )
 def test_a_slow_one_prints_its_lines(command):
     assert lines_of(f"benchmarks.{command[0]}", *command[1:])

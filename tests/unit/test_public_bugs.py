@@ -5,20 +5,17 @@ Here are the tests that are not at home in another file.
 
 import asyncio
 import os
-import random
 import re
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import zmq
+from groups import GRPO
 from test_producer import SAMPLING, ScriptedServer, config, mustered, prompts, wait_until
 from workers import free_port
 
@@ -26,10 +23,8 @@ from pasync.data.packing import pack as pack_row
 from pasync.data.packing import rows
 from pasync.errors import ConfigError
 from pasync.frames import FrameReader, pack
-from pasync.leader import Leader
 from pasync.messages import Generate, Group, Hello, Probe, Response, ToServer, float_bytes, int_bytes
 from pasync.observe.console import Progress, Said, Tail, parse
-from pasync.observe.metrics import RunLog
 from pasync.rewards.pool import RewardPool
 from pasync.sections import RewardConfig
 from pasync.transport.channel import server_name
@@ -92,11 +87,11 @@ KINDS = {
     ),
     "empty completion": (
         "unit/test_trainer.py::test_streamed_gradients_equal_the_textbook_in_any_order_and_packing",
-        "unit/test_packing.py::test_only_groups_with_unequal_rewards_or_a_kl_term_have_a_gradient",
+        "unit/test_packing.py::test_only_groups_with_unequal_rewards_or_a_regularizer_have_a_gradient",
     ),
     "last, incomplete batch": ("unit/test_prompts.py::test_no_prompt_is_lost_or_repeated_inside_an_epoch",),
     "evaluation changes the training's random numbers or weights": (
-        "unit/test_public_bugs.py::test_an_evaluation_touches_neither_trainer_nor_random_numbers",
+        "unit/test_evaluation.py::test_scores_counts_and_the_delay_and_no_random_number_is_drawn",
         "unit/test_prompts.py::test_a_batch_depends_on_seed_and_iteration_only",
     ),
     "place in the data lost on resume": (
@@ -156,46 +151,16 @@ def test_mathematics_scores_in_a_thread_as_in_the_main_one() -> None:
 def test_the_end_token_is_trained_even_if_it_is_the_padding() -> None:
     end = 7  # in many tokenizers also what a batch is padded with
     responses = [Response(int_bytes(ids), float_bytes([-0.5] * len(ids)), "", True, float(k)) for k, ids in enumerate(([3, end], [end]))]
-    [row] = rows([Group(0, 0, int_bytes([end, 1]), responses, 0.0, 1.0)], budget=100, normalize_std=True, shared_prompt=True)
+    [row] = rows([Group(0, 0, int_bytes([end, 1]), responses, 0.0, 1.0)], GRPO, budget=100, shared_prompt=True)
     batch = pack_row(row, shared_prompt=True)
     assert batch.targets.tolist() == [3, end, end] and batch.lengths.tolist() == [2, 1]
-    assert batch.advantages.tolist()[1] > 0 > batch.advantages.tolist()[0]
+    assert batch.credit.tolist()[1] > 0 > batch.credit.tolist()[0]
 
 
 def test_no_response_may_be_limited_to_nothing(tmp_path: Path) -> None:
     for key in ("rollout.max_tokens", "eval.max_tokens"):
         with pytest.raises(ConfigError, match=f"{key}.*greater than or equal to 1"):
             config(tmp_path, f"{key}=0")
-
-
-def random_state() -> tuple[Any, ...]:
-    return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
-
-
-def test_an_evaluation_touches_neither_trainer_nor_random_numbers(tmp_path: Path) -> None:
-    settings = config(tmp_path, "eval.every=1", "data.eval={source: x}")
-    group = Group(3, 0, int_bytes([1]), [Response(int_bytes([2]), float_bytes([-1.0]), "", True, 1.0)], 0.0, 1.0)
-    given: list[Any] = []
-
-    class Source:
-        in_flight = 0
-
-        def submit(self, *arguments: Any) -> None:
-            given.append(arguments)
-            self.in_flight = len(arguments[0])
-
-        def next_group(self, version: int) -> Group:
-            self.in_flight -= 1
-            return group
-
-    log = RunLog(tmp_path, 9, 2, 0)
-    trace = SimpleNamespace(span=lambda *_: log.timed("time/eval_s"))
-    held_out = SimpleNamespace(held_out=prompts(5))
-    leader: Any = SimpleNamespace(config=settings, prompts=held_out, source=Source(), log=log, trace=trace)  # without a trainer
-    before = random_state()
-    Leader._evaluate(leader, 3)
-    assert random_state() == before
-    assert log.value("eval/accuracy_frac") == 1.0 and given[0][1] == 3 and given[0][2].num_responses == 1
 
 
 def test_what_two_threads_send_arrives_whole_and_in_order(tmp_path: Path, address: str) -> None:

@@ -79,6 +79,7 @@ RUN_BY = {
         "python -m benchmarks.shared_prompt",
         "python -m benchmarks.logprob",
         "python -m benchmarks.tri_model",
+        "python -m benchmarks.algorithms",
     ),
     "tests/system/test_runs.py::test_the_final_model_loads_in_transformers_and_scores_as_it_did_in_the_run": (
         "python -m pasync.evaluate RUN",
