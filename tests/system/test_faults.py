@@ -257,7 +257,8 @@ def require_replaced_worker(row: Row, fault: str, phase: str) -> None:
     process.send_signal(SIGNALS[fault])
     row.until(lambda: not process.is_running(), "its end", 15)
     row.until(lambda: row.find("worker"), "another worker")
-    row.until(row.takes_part, "its server")
+    server = row.await_victim("server")  # of phase "start": the new one, which must not lose a second worker before it is there
+    row.until(lambda: row.takes_part() == server.pid, "its server")
     row.until_phase("optimizer")
 
 
