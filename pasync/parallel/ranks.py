@@ -10,7 +10,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ class Ranks:
 
         With code 1 and the tracebacks of all its threads; the thread that waits for it needs no lock of the interpreter.
         """
-        faulthandler.dump_traceback_later(1.5 * self.deadline_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(1.5 * self.deadline_s, exit=True, file=2)
 
     @property
     def is_first(self) -> bool:
