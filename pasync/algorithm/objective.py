@@ -7,6 +7,7 @@ Letters: N response tokens, S responses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +62,7 @@ def objective(a: AlgorithmConfig, t: Tokens) -> tuple[Tensor, dict[str, Tensor]]
         loss = loss - a.entropy_coef * t.entropy
     weights = token_weights(t.lengths, t.owner, a.normalizer)  # [N]
     ratios = engine_ratios(t.old, t.engine, t.owner, len(t.lengths), of_responses=a.importance == "response")  # [N]
-    capped = ratios > (a.importance_cap if a.importance != "none" else torch.inf)
+    capped = ratios > (a.importance_cap if a.importance != "none" else math.inf)
     if a.importance != "none":
         weights = weights * ratios.clamp(max=a.importance_cap)
     weighted = (loss * weights).sum()
