@@ -271,7 +271,7 @@ class Supervisor:
     def _end_suspended(self) -> None:
         """Kill whoever is stopped for too long; what follows is as if it had died by itself."""
         for process in self._suspended.overdue():
-            with suppress(psutil.Error):
+            with suppress(psutil.Error, ProcessLookupError):  # gone meanwhile
                 why = f"was stopped (SIGSTOP) for run.silence_s={self._suspended.limit_s} and is killed"
                 self.screen.say(f"{self._name(process)} (pid {process.pid}) {why}")
                 self._killed_for[process.pid] = why

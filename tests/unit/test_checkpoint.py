@@ -1,10 +1,8 @@
 """Save on one layout, continue on another."""
 
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +10,14 @@ import pytest
 import torch
 from groups import make_group
 from textbook import small_config
-from workers import free_port, run_ranks
+from workers import run_ranks
 
 from pasync import checkpoint, checksums, disk
 from pasync.checkpoint import Checkpoints
 from pasync.errors import CheckpointError, PasyncError
 from pasync.geometry import read_geometry
 from pasync.model.tiny import new_model, random_model, save_model
-from pasync.parallel.ranks import Ranks, join_ranks
+from pasync.parallel.ranks import Ranks
 from pasync.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(180)
@@ -68,13 +66,6 @@ def on_layout(layout: tuple[int, int, int], *args: object) -> list[tuple[int, to
     return run_ranks(train, pipeline * tensor * data, *args, pipeline=pipeline, tensor=tensor)
 
 
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Ranks]:
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    with join_ranks("cpu", deadline_s=30) as joined:
-        yield joined
-
-
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 1), (1, 2, 1), (2, 2, 1)])
 def test_a_run_continues_on_any_layout(tmp_path, model, straight, layout):
     saved_on, folder, weights = straight
@@ -85,25 +76,25 @@ def test_a_run_continues_on_any_layout(tmp_path, model, straight, layout):
     assert torch.equal(continued, weights) if layout == saved_on else (continued - weights).abs().max() < 1e-6
 
 
-def test_only_complete_checkpoints_are_chosen_and_the_oldest_deleted(tmp_path, model, alone):
-    train(alone, tmp_path, model, 3)
+def test_only_complete_checkpoints_are_chosen_and_the_oldest_deleted(tmp_path, model, ranks):
+    train(ranks, tmp_path, model, 3)
     folder = tmp_path / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration-00002", "iteration-00003"]
     (folder / "iteration-00009.partial").mkdir()
-    assert train(alone, tmp_path, model, 4)[0] == 3
+    assert train(ranks, tmp_path, model, 4)[0] == 3
     assert sorted(p.name for p in folder.iterdir()) == ["iteration-00003", "iteration-00004"]
 
 
-def test_a_checkpoint_that_cannot_be_written_is_a_named_error_and_keeps_the_one_before(tmp_path, model, alone, monkeypatch):
+def test_a_checkpoint_that_cannot_be_written_is_a_named_error_and_keeps_the_one_before(tmp_path, model, ranks, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("no space left on device")
 
-    train(alone, tmp_path, model, 1)
+    train(ranks, tmp_path, model, 1)
     monkeypatch.setattr(checkpoint.dcp, "save", full)
     with pytest.raises(CheckpointError, match="could not be written: no space left"):
-        train(alone, tmp_path, model, 2)
+        train(ranks, tmp_path, model, 2)
     monkeypatch.undo()
-    assert train(alone, tmp_path, model, 2)[0] == 1
+    assert train(ranks, tmp_path, model, 2)[0] == 1
 
 
 def failing(ranks: Ranks, folder: Path, model: Path, where: str) -> str:
@@ -170,10 +161,10 @@ def test_checksums_are_those_of_sha256sum(by_two_ranks):
 
 
 @pytest.mark.parametrize(("damage", "name", "named"), DAMAGE, ids=lambda x: x if isinstance(x, str) else x.__name__)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, model, alone, by_two_ranks, capsys, damage, name, named):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, model, ranks, by_two_ranks, capsys, damage, name, named):
     folder = Path(shutil.copytree(by_two_ranks, tmp_path / "checkpoints"))
     damage(folder / "iteration-00002" / name)
-    assert train(alone, tmp_path, model, 1)[0] == 1
+    assert train(ranks, tmp_path, model, 1)[0] == 1
     said = capsys.readouterr().out
     pattern = f"WARNING: checkpoint iteration-00002 is damaged and not used: gone or not what was written: {named}\n"
     assert re.search(pattern, said) and "iteration-00001" not in said
@@ -188,38 +179,38 @@ def test_every_rank_goes_back_to_the_same_checkpoint_and_the_damaged_one_does_no
     assert [first for first, _ in run_ranks(train, 2, tmp_path, model, 2)] == [2, 2]
 
 
-def test_if_every_checkpoint_is_damaged_the_run_does_not_begin_again_in_silence(tmp_path, model, alone, by_two_ranks):
+def test_if_every_checkpoint_is_damaged_the_run_does_not_begin_again_in_silence(tmp_path, model, ranks, by_two_ranks):
     folder = Path(shutil.copytree(by_two_ranks, tmp_path / "checkpoints"))
     for checkpoint_ in folder.iterdir():
         cut_half(checkpoint_ / "__0_0.distcp")
     for _ in range(2):  # and looking changes nothing
         with pytest.raises(CheckpointError, match="every checkpoint in .* is damaged"):
-            train(alone, tmp_path, model, 2)
+            train(ranks, tmp_path, model, 2)
 
 
-def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, model, alone, monkeypatch):
-    train(alone, tmp_path, model, 1)
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, model, ranks, monkeypatch):
+    train(ranks, tmp_path, model, 1)
     folder = tmp_path / "checkpoints"
     size = sum(p.stat().st_size for p in (folder / "iteration-00001").iterdir())
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=size // 2))
     monkeypatch.setattr(checkpoint.dcp, "save", None)
     with pytest.raises(CheckpointError, match=r"the disk is full: a checkpoint takes .* has .* left"):
-        train(alone, tmp_path, model, 2)
+        train(ranks, tmp_path, model, 2)
     monkeypatch.undo()
-    assert train(alone, tmp_path, model, 2)[0] == 1
+    assert train(ranks, tmp_path, model, 2)[0] == 1
 
 
-def test_the_room_asked_for_is_what_a_checkpoint_takes(tmp_path, alone):
+def test_the_room_asked_for_is_what_a_checkpoint_takes(tmp_path, ranks):
     save_model(new_model("qwen2", hidden=256, layers=4, heads=4, intermediate=1024, positions=1024, tied=True), tmp_path / "larger")
-    train(alone, tmp_path, tmp_path / "larger", 1)
+    train(ranks, tmp_path, tmp_path / "larger", 1)
     size = sum(p.stat().st_size for p in (tmp_path / "checkpoints" / "iteration-00001").iterdir())
     asked = disk.SPARE * disk.STATE_BYTES * read_geometry(tmp_path / "larger").num_parameters
     assert size <= asked < 1.05 * size
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, model, alone):
-    train(alone, tmp_path, model, 1)
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, model, ranks):
+    train(ranks, tmp_path, model, 1)
     random_model(tmp_path / "other", "qwen3", tied=False)
     with pytest.raises(CheckpointError, match="is of another model: it holds .* as None"):
-        train(alone, tmp_path, tmp_path / "other", 2)
+        train(ranks, tmp_path, tmp_path / "other", 2)

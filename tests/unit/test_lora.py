@@ -1,7 +1,5 @@
 """Adapters against peft's own model, in float64, and as they are saved."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +11,6 @@ from safetensors.torch import load_file
 from textbook import divisor, flat_gradient, small_config, textbook_loss
 from textbook import logprobs as response_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from workers import free_port
 
 from pasync.checkpoint import Checkpoints, export
 from pasync.config import Config
@@ -23,7 +20,7 @@ from pasync.estimate import rank_need
 from pasync.export import export as export_checkpoint
 from pasync.geometry import read_geometry
 from pasync.model.tiny import byte_tokenizer, random_model
-from pasync.parallel.ranks import Ranks, join_ranks
+from pasync.parallel.ranks import Ranks
 from pasync.trainer import Trainer
 
 RNG = np.random.default_rng(5)
@@ -36,13 +33,6 @@ def model(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / request.param
     random_model(folder, request.param, tied=request.param != "llama", seed=1)
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    with join_ranks("cpu", deadline_s=30) as joined:
-        yield joined
 
 
 def adapted(config: Config, model: Path, ranks: Ranks) -> Trainer:

@@ -15,13 +15,6 @@ from pasync.observe.trackers import Trackers
 TINY = Path(__file__).parents[2] / "configs" / "tiny_cpu.yaml"
 
 
-@pytest.fixture(autouse=True)
-def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank has one; here accelerate would make one of what other tests left in the environment."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def tracked(*names: str) -> Config:
     return load(TINY, [f"run.trackers=[{','.join(names)}]"])
 

@@ -1,7 +1,5 @@
 """The trainer's gradient against the textbook's."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +9,9 @@ import torch
 from groups import make_group
 from textbook import divisor, flat_gradient, logprobs, perturbed, small_config, textbook_gradient, textbook_loss
 from transformers import AutoModelForCausalLM
-from workers import free_port
 
 from pasync.errors import TrainingError
 from pasync.model.tiny import random_model
-from pasync.parallel.ranks import Ranks, join_ranks
 from pasync.trainer import Trainer
 
 RNG = np.random.default_rng(3)
@@ -32,13 +28,6 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "qwen2"
     random_model(folder, "qwen2", tied=True, seed=1)
     return folder
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    with join_ranks("cpu", deadline_s=30) as joined:
-        yield joined
 
 
 @pytest.mark.parametrize("rounds", [[[0, 1, 2, 3]], [[3], [2], [0], [1]], [[1, 3], [], [2, 0]]])
