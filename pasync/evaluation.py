@@ -68,11 +68,14 @@ class Evaluation:
         self.version, self.groups = version, {name: [] for name in self._held_out}
         self._source.evaluate(self._held_out, version, self._samplings)
 
-    def wait(self, limit_s: float | None, revive: Callable[[], None] | None = None) -> None:
+    def wait(
+        self, limit_s: float | None, revive: Callable[[], None] | None = None, heard: Callable[[], None] | None = None
+    ) -> None:
         """Until all is finished, or `limit_s` are over, or all servers are lost and nobody revives them.
 
         Args:
             revive: gives the same weights to servers that come back.
+            heard: called with every group that comes.
 
         Raises:
             RolloutError: nothing is finished for `rollout.deadline_s`, or a group is of another version.
@@ -86,6 +89,8 @@ class Evaluation:
                 group = self._source.next_evaluated(min(left, deadline_s))
             if group:
                 self._take(group)
+                if heard:
+                    heard()
             elif self.running and self._source.deserted:
                 if revive is None:
                     return

@@ -197,7 +197,8 @@ class Leader:
             began = time.time()
             self.evaluation.start(t)
             with self.trace.span("evaluate", t):
-                self.evaluation.wait(None, lambda: self._publish(t))
+                # The other ranks wait for the whole evaluation, and no longer than parallel.deadline_s without a word.
+                self.evaluation.wait(None, lambda: self._publish(t), lambda: self.trainer.ranks.call("wait", b""))
             self._finish_evaluation(t, began)
             self.log.write(t)
         self.trackers.close()

@@ -191,10 +191,11 @@ class Trainer:
 
     @property
     def calls(self) -> Mapping[str, Callable[[bytes], object]]:
-        """What rank 0 may call for inside `Ranks.on_first`: work that the other ranks must take part in."""
+        """What rank 0 may call for inside `Ranks.on_first`: work that the other ranks must take part in, and to go on waiting."""
         return {
             "weights": lambda chunk: self.models.gather(int(chunk)),
             "score": lambda ids: self._score(msgspec.msgpack.decode(ids)),
+            "wait": lambda _: None,
         }
 
     def sequence_logprobs(self, ids: list[int]) -> Tensor:

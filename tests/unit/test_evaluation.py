@@ -177,7 +177,9 @@ def test_scores_counts_and_the_delay_and_no_random_number_is_drawn(tmp_path, add
         evaluation = evaluating(producer, settings, 2)
         for rewards in ((1, 0), (0, 0)):
             answer(server, server.next(Generate), *rewards)
-        evaluation.wait(None)
+        heard: list[int] = []
+        evaluation.wait(None, heard=lambda: heard.append(len(evaluation.groups["sums"])))
+        assert heard == [1, 2]
         values = evaluation.finish(time.time())
     assert {key: values[key] for key in values if key.startswith("eval/")} == {
         "eval/accuracy_frac": 0.25, "eval/sums/avg@2": 0.25, "eval/sums/pass@2": 0.5, "eval/sums/maj@2": 0.25,

@@ -156,3 +156,19 @@ def test_a_rank_that_hangs_where_nobody_waits_for_it_ends_itself():
     with pytest.raises(torch.multiprocessing.ProcessExitedException, match="process 1 terminated with exit code 1"):
         run_ranks(hangs, 2, deadline_s=2.0)
     assert time.monotonic() - began < 40
+
+
+def takes_long(ranks: Ranks) -> int:
+    heard: list[bytes] = []
+
+    def act() -> None:
+        for _ in range(4):
+            time.sleep(1.5)  # the work
+            ranks.call("wait", b"")
+
+    ranks.on_first(act, {"wait": heard.append})
+    return len(heard)
+
+
+def test_ranks_wait_longer_than_the_deadline_for_a_first_one_that_is_heard_of():
+    assert run_ranks(takes_long, 2, deadline_s=4.0) == [0, 4]
