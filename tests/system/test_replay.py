@@ -16,7 +16,7 @@ from pasync.configfile import load
 from pasync.observe.metrics import METRICS, described
 from pasync.rollout.recording import read_recording
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 EXACT = "parallel.accumulate=exact"
 PROMISED = {
     "iteration", "reward/mean", "policy/version", "policy/engine_logprob_gap", "time/step_s", "time/generate_s", "time/train_s",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pasync.configfile import load
 from pasync.rollout.recording import read_recording
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 SMALL = ("algorithm.batch_groups=8", "algorithm.group_responses=4", "eval.every=0", "data.eval=null")
 WARM = ("rollout.temperature=0.8",)  # not 1, so that a forgotten temperature shows in the log-prob gap
 GREEDY = ("eval.every=2", "eval.temperature=0", "data.eval.sort.size=60")

@@ -107,7 +107,7 @@ def cut() -> Iterator[Any]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("layout", "data", "cases"), cut())
+@pytest.mark.parametrize(("layout", "data", "cases"), list(cut()))
 def test_three_batches_on_any_layout_equal_one_process(tmp_path, models, alone, layout, data, cases):
     pipeline, tensor, _ = layout
     ranks = run_ranks(three_batches, math.prod(layout), tmp_path, models, data, cases, pipeline=pipeline, tensor=tensor)
