@@ -57,7 +57,7 @@ def console(run: Path) -> str:
     return run.with_suffix(".console").read_text()
 
 
-def wait_for_line(path: Path, text: str, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
+def wait_for_line(path: Path, text: str, process: subprocess.Popen[str], timeout_s: float = RUN_S) -> None:
     """Return when a log file contains `text`; fail if the run ends or the time is up before."""
     end = time.monotonic() + timeout_s
     while not (path.exists() and text in path.read_text(errors="replace")):
