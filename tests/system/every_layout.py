@@ -76,11 +76,11 @@ def try_layout(i: int, ranks: Ranks, config: Config, run: Path, model: Path, pro
 def main() -> None:
     """Entry of one rank."""
     run, address, model = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-    with join_ranks("cpu", deadline_s=120) as ranks:
+    with join_ranks("cpu", deadline_s=300) as ranks:
         producer = RolloutProducer(load(run / "config.yaml"), address).__enter__() if ranks.is_first else None
         for i, (pipeline, tensor, data) in enumerate(LAYOUTS):
             steady = ["optimizer.eps=1e-3", "optimizer.lr=0.01"]  # with a small eps the first step of AdamW is the sign of a rounding
-            cut = replace(ranks, mesh=make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=120))
+            cut = replace(ranks, mesh=make_mesh(pipeline=pipeline, tensor=tensor, deadline_s=300))
             layout = [f"parallel.{key}={value}" for key, value in (("pipeline", pipeline), ("tensor", tensor), ("data", data))]
             try_layout(i, cut, load(run / "config.yaml", [f"parallel.ranks={ranks.size}", *layout, *steady]), run, model, producer)
         if producer:

@@ -37,6 +37,7 @@ def test_overlap_prints_its_line():
     assert line.keys() >= OVERLAP and all(line[key] > 0 for key in OVERLAP - {"case"})
 
 
+@pytest.mark.slow  # it measures as overlap does
 def test_admission_prints_its_line():
     line = line_of("benchmarks.admission", "--lengths", "uniform", "--pairs", "1")
     assert line["fifo_step_s"] > 0 and line["longest_first_step_s"] > 0 and line["max_over_median"] == 1

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from pasync.messages import Group, Response, float_bytes, int_bytes
 from pasync.rollout.recording import Recording, record
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 ITERATIONS, GROUPS, SLOW = 4, 8, 2
 """One group of iteration SLOW arrives late, so that there is time to interrupt it."""
 EXACT = ("parallel.accumulate=exact",)

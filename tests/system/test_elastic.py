@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
+from harness import STUB, TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
 from safetensors.torch import load_file
 
 from pasync.configfile import load
@@ -106,7 +106,7 @@ def test_a_cut_model_gives_its_weights_to_a_restarted_server_in_mid_iteration(tm
 
 def test_used_up_restarts_end_the_run_by_name(tmp_path):
     run = tmp_path / "run"
-    process = start(TINY, run, *SMALL, "rollout.servers=2", "rollout.max_restarts=1", "iterations=2000")
+    process = start(TINY, run, *SMALL, *STUB, "rollout.servers=2", "rollout.max_restarts=1", "iterations=2000", stub=True)
     first = at_iteration(run, process, 0)[0]
     os.kill(first, signal.SIGKILL)
     ranks = run / "logs" / "ranks.log"

@@ -6,8 +6,8 @@
     real        the same with 2 real vLLM servers             the same
 
 Cells of a row are faults of one run, one after the other; its last cell compares the final weights, bit for bit, with those of a run
-that trains on the same groups undisturbed. A kill comes at every phase, other faults at every second one, on real servers a few;
-PASYNC_FAULTS=all is the whole table.
+that trains on the same groups undisturbed. Servers are killed at every phase; all else comes at every second or third one, so that every
+phase of a row has several, and on real servers a few. PASYNC_FAULTS=all is the whole table.
 """
 
 import os
@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import ROOT, TINY, console, finish, gone_within, processes_of, start
+from harness import ROOT, STUB, TINY, console, finish, gone_within, processes_of, start
 from safetensors.torch import load_file
 
 from pasync.rollout.recording import read_recording
@@ -32,7 +32,6 @@ GROUPS = 4
 SILENCE_S = 2.0
 SMALL = (f"algorithm.batch_groups={GROUPS}", "algorithm.group_responses=2", "eval.every=0", "data.eval=null", "parallel.accumulate=exact")
 QUICK = (f"run.silence_s={SILENCE_S}", "rollout.silence_s=4", "rollout.heartbeat_s=0.5", "rollout.start_s=240", "sync.deadline_s=5")
-STUB = ("rewards.function=benchmarks.stub_run:reward", "sync.probe_tolerance=1e9")
 KEPT = ("checkpoint.every=1", "rollout.source=record", "rollout.max_restarts=100")
 PHASES = ("start", "sync", "generate", "train", "optimizer", "checkpoint")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -42,16 +41,26 @@ MORTAL = ("rank-0", "rank-1", "launcher")
 ALL = os.environ.get("PASYNC_FAULTS") == "all"
 
 
-def phases(fault: str) -> tuple[str, ...]:
-    return PHASES if ALL or fault == "kill" else PHASES[fault == "cut" :: 2]
+CHOSEN = {
+    ("rank-0", "kill"): PHASES[::2], ("rank-0", "stop"): PHASES[1::3],
+    ("rank-1", "kill"): PHASES[2::3], ("rank-1", "stop"): PHASES[3:4],
+    ("launcher", "kill"): PHASES[1::2], ("launcher", "stop"): PHASES[::3],
+    ("worker", "kill"): PHASES[::2], ("worker", "stop"): PHASES[1::3],
+    ("server", "kill"): PHASES, ("server", "stop"): PHASES[::2], ("server", "cut"): PHASES[1::2],
+}  # fmt: skip
+"""(victim, fault): phases, if not ALL."""
+
+
+def phases(victim: str, fault: str) -> tuple[str, ...]:
+    return PHASES if ALL else CHOSEN[victim, fault]
 
 
 def cells() -> Iterator[tuple[str, str, str, str]]:
     """(row, victim, fault, phase)."""
-    yield from (("mortal", victim, fault, phase) for victim in MORTAL for fault in SIGNALS for phase in phases(fault))
+    yield from (("mortal", victim, fault, phase) for victim in MORTAL for fault in SIGNALS for phase in phases(victim, fault))
     yield "mortal", "nobody", "", "end"
-    yield from (("survivors", "worker", fault, phase) for fault in SIGNALS for phase in phases(fault))
-    yield from (("survivors", "server", fault, phase) for fault in (*SIGNALS, "cut") for phase in phases(fault))
+    yield from (("survivors", "worker", fault, phase) for fault in SIGNALS for phase in phases("worker", fault))
+    yield from (("survivors", "server", fault, phase) for fault in (*SIGNALS, "cut") for phase in phases("server", fault))
     yield "survivors", "nobody", "", "end"
     few = [("server", "kill", "sync"), ("server", "stop", "generate"), ("server", "cut", "train")]
     few += [("engine", "kill", "optimizer"), ("engine", "stop", "checkpoint")]
@@ -65,13 +74,14 @@ class Network:
     """A host of its own for server 1: a network namespace, and a cable that can be cut."""
 
     def __init__(self) -> None:
-        self.name, self.host = f"pa{os.getpid()}", f"10.213.{os.getpid() % 256}.1"
+        self.name = f"pa{os.getpid()}"
+        self.host, far = (f"10.213.{os.getpid() % 256}.{os.getpid() // 256 % 64 * 4 + i}" for i in (1, 2))
         self.is_cut = False
         ip("netns", "add", self.name)
         ip("link", "add", f"{self.name}a", "type", "veth", "peer", "name", f"{self.name}b", "netns", self.name)
         ip("address", "add", f"{self.host}/30", "dev", f"{self.name}a")
         ip("link", "set", f"{self.name}a", "up")
-        ip("-n", self.name, "address", "add", f"{self.host[:-1]}2/30", "dev", f"{self.name}b")
+        ip("-n", self.name, "address", "add", f"{far}/30", "dev", f"{self.name}b")
         ip("-n", self.name, "link", "set", "lo", "up")
         self.mend()
 

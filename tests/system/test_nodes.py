@@ -9,7 +9,7 @@ from harness import RUN_S, TINY, console, finish, free_port, gone_within, metric
 
 from pasync.placement import Placement
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
 def both(run: Path, *overrides: str) -> list[subprocess.Popen[str]]:

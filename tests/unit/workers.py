@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from pasync.parallel.ranks import join_ranks
 
-multiprocessing.set_forkserver_preload(["pasync.model.tiny", "pasync.parallel.pipeline", "pasync.parallel.zero"])
+multiprocessing.set_forkserver_preload(["pasync.checkpoint", "pasync.configfile", "pasync.parallel.pipeline", "pytest"])
 
 
 def free_port() -> int:
