@@ -12,8 +12,10 @@ import importlib
 import os
 import pkgutil
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from types import ModuleType
 from typing import Any
@@ -27,8 +29,9 @@ TAIL_CHARACTERS = 2000
 LONGEST_ANSWER = 400
 """Longer answers are not parsed."""
 MATH_VERIFY_S = 2
-"""math-verify gives up by itself (SIGALRM, so main thread only) after so long for parsing and again for comparing. An alarm costs 2 s
-where a kill costs rewards.timeout_s and a new process; what the alarm cannot interrupt, such as one huge power in C, the kill ends."""
+"""CPU time for one answer, ended by a signal (so main thread only). Not by math-verify's own limit, which is wall time: on a busy machine
+a right answer would score 0. A signal costs 2 s where a kill costs rewards.timeout_s and a new process; what the signal cannot interrupt,
+such as one huge power in C, the kill ends."""
 
 _NUMBER = re.compile(r"([-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?)(?:/(\d+))?(%)?")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac(?:{(\d+)}{(\d+)}|(\d)(\d))")
@@ -167,11 +170,33 @@ def _verify(answer: str, gold: str) -> bool:
     """What math-verify thinks of two expressions; an answer it cannot read or finish is wrong."""
     from math_verify import LatexExtractionConfig, parse, verify  # imports sympy: only where answers are scored
 
-    mine, true = (
-        parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=MATH_VERIFY_S)
-        for text in (answer, gold)
-    )
-    return bool(mine and true and verify(true, mine, timeout_seconds=MATH_VERIFY_S))
+    with suppress(_OutOfTime), _cpu_limit(MATH_VERIFY_S):
+        mine, true = (
+            parse(f"\\boxed{{{text}}}", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+            for text in (answer, gold)
+        )
+        return bool(mine and true and verify(true, mine, timeout_seconds=None))
+    return False
+
+
+class _OutOfTime(BaseException):
+    """No Exception: math-verify catches those of one comparison and goes on with the next."""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raise `_OutOfTime` inside the block once it has taken so much CPU time, and again if that was lost, as in a destructor."""
+
+    def expire(*_: object) -> None:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGPROF, expire)
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,13 @@
 r"""What counts as a right answer, and what a policy could try instead."""
 
+import signal
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import math_verify
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,3 +169,29 @@ def test_a_module_that_fails_to_import_is_named_with_its_error(tmp_path: Path, m
     (tmp_path / "own_reward_c.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match="own_reward_c: ZeroDivisionError"):
         resolve("own_reward_c:f")
+
+
+def test_only_its_own_work_takes_time_from_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a busy machine, where each takes longer, scores as any other."""
+    parse = math_verify.parse
+    assert score(boxed("x + 1"), "1 + x") == 1.0  # and its grammar is loaded now
+
+    def starved(*args: Any, **options: Any) -> Any:
+        time.sleep(0.3)
+        return parse(*args, **options)
+
+    monkeypatch.setattr("pasync.rewards.functions.MATH_VERIFY_S", 0.5)
+    monkeypatch.setattr(math_verify, "parse", starved)
+    assert score(boxed("x + 1"), "1 + x") == 1.0
+
+
+def test_an_endless_comparison_ends_though_every_error_in_it_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*args: Any, **options: Any) -> bool:
+        while True:
+            with suppress(Exception):  # as math-verify does
+                sum(range(1000))
+
+    monkeypatch.setattr("pasync.rewards.functions.MATH_VERIFY_S", 0.2)
+    monkeypatch.setattr(math_verify, "verify", endless)
+    assert score(boxed("x + 1"), "2 + x") == 0.0
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
