@@ -1,20 +1,21 @@
-"""End to end against TRL's GRPOTrainer: `python -m benchmarks.against_trl [--case short|long|curve] [--kl]`, one JSON line.
+"""End to end against TRL's GRPOTrainer: `python -m benchmarks.against_trl [--case short|long|curve] [--kl-coef 0.04]`, one JSON line.
 
-    TRL      one process on both cores, transformers' generate, micro-batches of K responses; does a step when told to
+    TRL      one process on both cores, transformers' generate of the whole batch at once; does a step when told to
     pasync   a vLLM server on one core, a rank on the other; runs of a few iterations
 
 The same weights, prompts, K, response length (every response is sampled to the end), type and reward; no gradient checkpointing. Runs
 of pasync and steps of TRL alternate; what is compared are medians, without the first step of each. Memory is what all processes hold
 together at most (PSS).
 
-`curve` compares what is learned instead: rewards of ten steps on `tiny-sort` with the same learning rate, normaliser (tokens), advantage
-(by the group's standard deviation) and optimizer, over seeds.
+`curve` compares what is learned instead: ten steps on `tiny-sort` with the same learning rate, normaliser (tokens), advantage (by the
+group's standard deviation) and optimizer, over seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -25,6 +26,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,9 @@ from pasync.model import prepare
 from pasync.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
+CURVE_STEPS = 10
+LIMIT_S = 900.0
+"""Longest wait for a step of TRL or a run of pasync."""
 Line = dict[str, Any]
 
 
@@ -47,6 +52,10 @@ class Case:
     response_tokens: int
     groups: int
     responses: int
+    trl_micro_batch: int
+    """Responses that TRL trains on at once: those with which it is fastest in the memory there is."""
+    trl_threads: int | None = None
+    """Unset: one for each core."""
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -54,10 +63,13 @@ class Case:
 
 
 CASES = {
-    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8),
-    "long": Case("smollm2-135m-instruct", 1024, 64, groups=2, responses=16),
-    "curve": Case("tiny-sort", 8, 10, groups=64, responses=8, lr=3e-4, betas=(0.9, 0.99), eps=1e-6, fixed_length=False),
-}
+    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8, trl_micro_batch=8),
+    "long": Case("smollm2-135m-instruct", 1024, 64, groups=4, responses=16, trl_micro_batch=4),
+    "curve": Case(
+        "tiny-sort", 8, 10, groups=64, responses=8, trl_micro_batch=64, trl_threads=1,
+        lr=3e-4, betas=(0.9, 0.99), eps=1e-6, fixed_length=False,
+    ),
+}  # fmt: skip
 
 
 def model_folder(case: Case, folder: Path) -> Path:
@@ -92,15 +104,16 @@ class Peer:
     """A TRL process."""
 
     def __init__(self, case: Case, folder: Path, options: argparse.Namespace, seed: int, steps: int) -> None:
+        threads = case.trl_threads or len(os.sched_getaffinity(0))
         spec = {
-            "model": str(model_folder(case, folder)), "rows": str(write_rows(case, folder)), "threads": len(os.sched_getaffinity(0)),
+            "model": str(model_folder(case, folder)), "rows": str(write_rows(case, folder)), "threads": threads,
             "reward": "text" if case.fixed_length else "exact", "groups": case.groups, "responses": case.responses,
-            "micro_batch": case.responses, "response_tokens": case.response_tokens, "fixed_length": case.fixed_length, "lr": case.lr,
-            "betas": case.betas, "eps": case.eps, "kl_coef": options.kl_coef, "dtype": options.dtype, "seed": seed, "steps": steps,
-            "scratch": str(folder / "trl"),
+            "micro_batch": case.trl_micro_batch, "response_tokens": case.response_tokens, "fixed_length": case.fixed_length,
+            "lr": case.lr, "betas": case.betas, "eps": case.eps, "kl_coef": options.kl_coef, "dtype": options.dtype, "seed": seed,
+            "steps": steps, "scratch": str(folder / "trl"),
         }  # fmt: skip
         (folder / "spec.json").write_text(json.dumps(spec))
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(spec["threads"])}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
         command = [options.trl_python or peer_python(), "-m", "benchmarks.trl_peer", str(folder / "spec.json")]
         self.log = folder / "trl.log"
         self.process = subprocess.Popen(
@@ -112,10 +125,17 @@ class Peer:
         assert self.process.stdin and self.process.stdout
         with suppress(BrokenPipeError):
             print("step", file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
+        line = self.process.stdout.readline() if wait([self.process.stdout], LIMIT_S) else ""  # type: ignore[list-item]
         if not line:
-            raise SystemExit(f"TRL ended:\n{self.log.read_text()[-3000:]}")
-        return json.loads(line)
+            raise SystemExit(f"no step of TRL:\n{self.log.read_text()[-3000:]}")
+        return json.loads(line)  # type: ignore[no-any-return]
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
 
 
 def peer_python() -> str:
@@ -143,9 +163,8 @@ def run(tree: Line, folder: Path, iterations: int, seed: int) -> list[Line]:
     path.write_text(json.dumps(tree | {"iterations": iterations, "seed": seed}))
     shutil.rmtree(folder / "run", ignore_errors=True)
     environment = os.environ | {"PASYNC_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch.sh"), str(path), f"run.dir={folder / 'run'}"], env=environment, capture_output=True, text=True
-    )
+    command = ["bash", str(ROOT / "launch.sh"), str(path), f"run.dir={folder / 'run'}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
         raise SystemExit(done.stdout[-3000:] + done.stderr[-3000:])
     return [line for line in read_metrics(folder / "run") if "time/step_s" in line]
@@ -184,47 +203,55 @@ def scratch() -> Iterator[Path]:
 
 def speed(name: str, options: argparse.Namespace) -> Line:
     """The JSON line of `short` and `long`."""
-    case, rounds, peak = CASES[name], options.rounds, Peak()
+    case, peak = CASES[name], Peak()
     theirs, ours = list[Line](), list[Line]()
-    with scratch() as folder:
-        peer = Peer(case, folder, options, seed=0, steps=1 + rounds)
+    with scratch() as folder, Peer(case, folder, options, seed=0, steps=1 + options.rounds) as peer:
         peer.step()  # warm-up
         tree = configuration(case, folder / "model", folder / "rows.jsonl", options)
-        for i in range(rounds):
+        for i in range(options.rounds):
             theirs.append(peer.step())
             ours += run(tree, folder, 1 + options.iterations, seed=i)[1:]
-        peer.process.kill()
-        peer.process.wait()
     peak.close()
-    tokens = [line["tokens/prompt"] + line["tokens/response"] for line in ours]
-    trl_rate = statistics.median(line["tokens"] / line["step_s"] for line in theirs)
-    our_rate = statistics.median(n / line["time/step_s"] for n, line in zip(tokens, ours, strict=True))
+    for line in ours:
+        line |= {"tokens": line["tokens/prompt"] + line["tokens/response"], "step_s": line["time/step_s"]}
+    our_rate, trl_rate = (statistics.median(line["tokens"] / line["step_s"] for line in lines) for lines in (ours, theirs))
     return {
         "case": name, "dtype": options.dtype, "kl_coef": options.kl_coef, "groups": case.groups, "responses": case.responses,
-        "prompt_tokens": case.prompt_tokens, "response_tokens": case.response_tokens, "tokens_a_step": statistics.median(tokens),
-        "trl_tokens_a_step": statistics.median(line["tokens"] for line in theirs), "tokens_per_s": our_rate, "trl_tokens_per_s": trl_rate,
-        "faster": our_rate / trl_rate, "peak_bytes": peak.of["pasync"], "trl_peak_bytes": peak.of["trl"],
-        "of_ideal": statistics.median(line["time/of_ideal_frac"] for line in ours), "steps": len(ours), "trl_steps": len(theirs),
+        "prompt_tokens": case.prompt_tokens, "response_tokens": case.response_tokens,
+        "tokens_a_step": statistics.median(line["tokens"] for line in ours),
+        "trl_tokens_a_step": statistics.median(line["tokens"] for line in theirs),
+        "tokens_per_s": our_rate, "trl_tokens_per_s": trl_rate, "faster": our_rate / trl_rate,
+        "peak_bytes": peak.of["pasync"], "trl_peak_bytes": peak.of["trl"], "less_memory": peak.of["trl"] / peak.of["pasync"],
+        "of_ideal": statistics.median(line["time/of_ideal_frac"] for line in ours),
+        "generate_s": statistics.median(line["time/generate_s"] for line in ours),
+        "train_s": statistics.median(line["time/train_s"] for line in ours), "steps": len(ours), "trl_steps": len(theirs),
     }  # fmt: skip
 
 
 def curve(options: argparse.Namespace) -> Line:
-    """The JSON line of `curve`."""
-    case, steps = CASES["curve"], 10
-    ours, theirs = list[list[float]](), list[list[float]]()
+    """The JSON line of `curve`: of each step the mean over seeds, and how far the means of the whole runs are apart."""
+    case, ours, theirs = CASES["curve"], list[list[Line]](), list[list[Line]]()
     for seed in range(options.seeds):
-        with scratch() as folder:
-            peer = Peer(case, folder, options, seed, steps)
-            theirs.append([peer.step()["reward"] for _ in range(steps)])
+        with scratch() as folder, Peer(case, folder, options, seed, CURVE_STEPS) as peer:
+            theirs.append([peer.step() for _ in range(CURVE_STEPS)])
             tree = configuration(case, Path(prepare.prepare(case.model)), folder / "rows.jsonl", options)
-            ours.append([line["reward/mean"] for line in run(tree, folder, steps, seed)])
-    return {
-        "case": "curve",
-        "rewards": [statistics.fmean(step) for step in zip(*ours, strict=True)],
-        "trl_rewards": [statistics.fmean(step) for step in zip(*theirs, strict=True)],
-        "last_three": [statistics.fmean(run[-3:]) for run in ours],
-        "trl_last_three": [statistics.fmean(run[-3:]) for run in theirs],
-    }
+            ours.append(run(tree, folder, CURVE_STEPS, seed))
+    line: Line = {"case": "curve", "kl_coef": options.kl_coef, "seeds": options.seeds}
+    for what, key in (("reward", "reward/mean"), ("loss", "policy/loss"), ("gradient_norm", "optimizer/gradient_norm")):
+        of_ours, of_theirs = ([[step[k] for step in steps] for steps in runs] for runs, k in ((ours, key), (theirs, what)))
+        line |= {
+            what: [statistics.fmean(step) for step in zip(*of_ours, strict=True)],
+            f"trl_{what}": [statistics.fmean(step) for step in zip(*of_theirs, strict=True)],
+            f"{what}_apart": apart(of_ours, of_theirs),
+        }
+    return line
+
+
+def apart(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """Difference of the means over all steps, in standard errors between seeds: within 2 it is noise."""
+    means = [[statistics.fmean(run) for run in runs] for runs in (ours, theirs)]
+    error = math.sqrt(sum(statistics.variance(of_seeds) / len(of_seeds) for of_seeds in means))
+    return (statistics.fmean(means[0]) - statistics.fmean(means[1])) / error
 
 
 def main() -> None:

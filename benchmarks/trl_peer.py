@@ -1,7 +1,7 @@
 """One TRL GRPOTrainer, step by step: `python -m benchmarks.trl_peer SPEC.json`, in the environment of `bash setup.sh trl`.
 
     stdin   a line: do one step (the end of the input: stop)
-    stdout  a JSON line per step: seconds, tokens that went through the loss, mean reward
+    stdout  a JSON line per step: seconds, tokens of prompts and responses, mean reward, loss, gradient norm
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class OnCommand(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After every step."""
         if "reward" in (logs := more["logs"]):
-            line = {"step_s": time.perf_counter() - self.began, "tokens": self.trainer.tokens, "reward": logs["reward"]}
+            line = {"step_s": time.perf_counter() - self.began, "tokens": self.trainer.tokens}
+            line |= {"reward": logs["reward"], "loss": logs["loss"], "gradient_norm": logs["grad_norm"]}
             print(json.dumps(line), file=out, flush=True)
 
 
@@ -73,7 +74,7 @@ def main() -> None:
         adam_beta1=spec["betas"][0], adam_beta2=spec["betas"][1], adam_epsilon=spec["eps"], max_grad_norm=1.0, weight_decay=0.0,
         generation_kwargs={"min_new_tokens": spec["response_tokens"]} if spec["fixed_length"] else None, seed=spec["seed"],
         model_init_kwargs={"dtype": spec["dtype"]}, shuffle_dataset=True, logging_steps=1, save_strategy="no", report_to=[],
-        disable_tqdm=True, dataloader_pin_memory=False, mask_truncated_completions=False,
+        disable_tqdm=True, dataloader_pin_memory=False, mask_truncated_completions=False, use_bias_correction_kl=False,
     )  # fmt: skip
     on_command.trainer = Measured(
         model=spec["model"], reward_funcs=reward, args=config, callbacks=[on_command],
