@@ -75,8 +75,9 @@ VARIANTS = (
 
 
 def ratio_of_operations(shape: Case) -> float:
-    """Training on copies of the prompt over training with one; `endless_model` has as many key/value heads as heads."""
-    weights = shape.layers * (4 * shape.hidden**2 + 3 * 3 * shape.hidden**2)
+    """Training on copies of the prompt over training with one."""
+    attention, mlp = 3 * shape.hidden**2, 3 * 3 * shape.hidden**2  # of `endless_model`: half as many key/value heads as heads, 3 x hidden
+    weights = shape.layers * (attention + mlp)
     return operations_ratio(weights, shape.layers * shape.hidden, shape.prompt_tokens, shape.response_tokens, shape.responses)
 
 
