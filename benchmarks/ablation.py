@@ -27,7 +27,7 @@ from benchmarks.alternate import alternated, median
 from benchmarks.overlap import Case, configuration
 from benchmarks.shared_prompt import operations_ratio
 
-SHAPE = Case(hidden=512, layers=4, groups=24, responses=8, response_tokens=24, prompt_tokens=128, kl_coef=0.01)
+SHAPE = Case(hidden=384, layers=3, groups=16, responses=8, response_tokens=24, prompt_tokens=128, kl_coef=0.01)
 PARTS = ("generate", "train", "sync")
 
 
@@ -106,7 +106,7 @@ def measure(rounds: int, groups: int, folder: Path) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Entry of the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="measured iterations of each variant")
+    parser.add_argument("--rounds", type=int, default=2, help="measured iterations of each variant")
     parser.add_argument("--groups", type=int, default=SHAPE.groups, help="fewer save time")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

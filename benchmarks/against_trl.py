@@ -4,8 +4,9 @@
     pasync   a vLLM server on one core, a rank on the other; runs of a few iterations
 
 The same weights, prompts, K, response length (every response is sampled to the end), type and reward; no gradient checkpointing. Runs
-of pasync and steps of TRL alternate; what is compared are medians, without the first step of each. Memory is what all processes hold
-together at most (PSS).
+of pasync and steps of TRL alternate; what is compared are medians, without pasync's first step and after a small warm-up of TRL. Memory
+is what all processes hold together at most (PSS). `limit` is how many times as fast pasync could be if a core computed as much in a second
+on both sides: generation hidden, its one training core has what TRL's cores train on, less the repeated prompts.
 
 `curve` compares what is learned instead: ten steps on `tiny-sort` with the same learning rate, normaliser (tokens), advantage (by the
 group's standard deviation) and optimizer, over seeds.
@@ -32,12 +33,15 @@ from typing import Any
 
 import psutil
 
+from benchmarks.shared_prompt import operations_ratio
 from benchmarks.work import END_UNUSED
 from pasync.model import prepare
 from pasync.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CURVE_STEPS = 10
+LAYERS, ACROSS, HEAD = 106_168_320, 30 * 576, 49_152 * 576
+"""Of SmolLM2-135M: weights of linear layers, layers x hidden size, weights of the head."""
 LIMIT_S = 900.0
 """Longest wait for a step of TRL or a run of pasync."""
 Line = dict[str, Any]
@@ -60,11 +64,13 @@ class Case:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     fixed_length: bool = True
+    bar: float = 0.0
+    """How many times as fast pasync should be."""
 
 
 CASES = {
-    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8, trl_micro_batch=8),
-    "long": Case("smollm2-135m-instruct", 1024, 64, groups=4, responses=16, trl_micro_batch=4),
+    "short": Case("smollm2-135m-instruct", 60, 64, groups=4, responses=8, trl_micro_batch=8, bar=3.0),
+    "long": Case("smollm2-135m-instruct", 1024, 64, groups=1, responses=16, trl_micro_batch=4, bar=8.0),
     "curve": Case(
         "tiny-sort", 8, 10, groups=64, responses=8, trl_micro_batch=64, trl_threads=1,
         lr=3e-4, betas=(0.9, 0.99), eps=1e-6, fixed_length=False,
@@ -149,7 +155,7 @@ def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespa
         "name": "against-trl",
         "model": {"path": str(model), "dtype": options.dtype},
         "data": {"train": {"source": str(rows)}, "chat": False, "max_prompt_tokens": case.prompt_tokens},
-        "rollout": {"max_tokens": case.response_tokens, "max_num_seqs": 2 * case.responses, "kv_cache_bytes": 512 << 20},
+        "rollout": {"max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": 512 << 20},
         "rewards": {"function": "benchmarks.work:scored" if case.fixed_length else "exact", "truncated_is_wrong": not case.fixed_length},
         "algorithm": {"batch_groups": case.groups, "group_responses": case.responses, "kl_coef": options.kl_coef},
         "optimizer": {"lr": case.lr, "betas": list(case.betas), "eps": case.eps},
@@ -205,8 +211,7 @@ def speed(name: str, options: argparse.Namespace) -> Line:
     """The JSON line of `short` and `long`."""
     case, peak = CASES[name], Peak()
     theirs, ours = list[Line](), list[Line]()
-    with scratch() as folder, Peer(case, folder, options, seed=0, steps=1 + options.rounds) as peer:
-        peer.step()  # warm-up
+    with scratch() as folder, Peer(case, folder, options, seed=0, steps=options.rounds) as peer:
         tree = configuration(case, folder / "model", folder / "rows.jsonl", options)
         for i in range(options.rounds):
             theirs.append(peer.step())
@@ -221,11 +226,21 @@ def speed(name: str, options: argparse.Namespace) -> Line:
         "tokens_a_step": statistics.median(line["tokens"] for line in ours),
         "trl_tokens_a_step": statistics.median(line["tokens"] for line in theirs),
         "tokens_per_s": our_rate, "trl_tokens_per_s": trl_rate, "faster": our_rate / trl_rate,
+        "limit": limit(case, theirs), "bar": case.bar,
         "peak_bytes": peak.of["pasync"], "trl_peak_bytes": peak.of["trl"], "less_memory": peak.of["trl"] / peak.of["pasync"],
         "of_ideal": statistics.median(line["time/of_ideal_frac"] for line in ours),
         "generate_s": statistics.median(line["time/generate_s"] for line in ours),
-        "train_s": statistics.median(line["time/train_s"] for line in ours), "steps": len(ours), "trl_steps": len(theirs),
+        "train_s": statistics.median(line["time/train_s"] for line in ours),
+        "trl_step_s": statistics.median(line["step_s"] for line in theirs),
+        "trl_generate_s": statistics.median(line["generate_s"] for line in theirs), "steps": len(ours), "trl_steps": len(theirs),
     }  # fmt: skip
+
+
+def limit(case: Case, theirs: list[Line]) -> float:
+    """How many times as fast pasync could be at TRL's rate per core."""
+    ratio = operations_ratio(LAYERS, ACROSS, case.prompt_tokens, case.response_tokens, case.responses, HEAD)
+    cores = len(os.sched_getaffinity(0))
+    return statistics.median(line["step_s"] / ((line["step_s"] - line["generate_s"]) * cores / ratio) for line in theirs)
 
 
 def curve(options: argparse.Namespace) -> Line:
@@ -261,7 +276,7 @@ def main() -> None:
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=2, help="of one step of TRL and one run of pasync each")
-    parser.add_argument("--iterations", type=int, default=2, help="measured iterations of each run of pasync")
+    parser.add_argument("--iterations", type=int, default=1, help="measured iterations of each run of pasync")
     parser.add_argument("--seeds", type=int, default=3, help="of curve")
     parser.add_argument("--trl-python", help="an interpreter that has TRL; by default made by setup.sh")
     options = parser.parse_args()

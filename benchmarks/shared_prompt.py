@@ -110,16 +110,17 @@ class Case:
         return operations_ratio(weights, LAYERS * WIDTHS["num_attention_heads"] * WIDTHS["head_dim"], *self.sizes)
 
 
-def operations_ratio(weights: int, heads: int, prompt: int, response: int, responses: int) -> float:
+def operations_ratio(weights: int, heads: int, prompt: int, response: int, responses: int, head: int = 0) -> float:
     """Operations of copies over operations of shared: linear layers 6 per weight and token, attention 14 H D per pair of tokens.
 
     Args:
         weights: of all linear layers.
         heads: layers x heads x size of a head.
+        head: weights of the LM head, which sees the rows of response tokens either way.
     """
 
     def operations(tokens: int, pairs: float) -> float:
-        return 6 * weights * tokens + 14 * heads * pairs
+        return 6 * (weights * tokens + head * responses * response) + 14 * heads * pairs
 
     def triangle(n: int) -> float:
         return n * (n + 1) / 2

@@ -1,7 +1,7 @@
 """One TRL GRPOTrainer, step by step: `python -m benchmarks.trl_peer SPEC.json`, in the environment of `bash setup.sh trl`.
 
     stdin   a line: do one step (the end of the input: stop)
-    stdout  a JSON line per step: seconds, tokens of prompts and responses, mean reward, loss, gradient norm
+    stdout  a JSON line per step: seconds, of these generating, tokens of prompts and responses, mean reward, loss, gradient norm
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ from benchmarks.work import text_reward  # noqa: E402
 
 
 class Measured(GRPOTrainer):  # type: ignore[misc]
-    """Counts the tokens of each step."""
+    """Counts the tokens of each step, and how long they took to generate."""
 
-    tokens = 0
+    tokens, generate_s = 0, 0.0
+
+    def _generate(self, prompts: Any) -> Any:
+        began = time.perf_counter()
+        generated = super()._generate(prompts)
+        self.generate_s = time.perf_counter() - began
+        return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)
@@ -51,9 +57,17 @@ class OnCommand(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """After every step."""
         if "reward" in (logs := more["logs"]):
-            line = {"step_s": time.perf_counter() - self.began, "tokens": self.trainer.tokens}
+            line = {"step_s": time.perf_counter() - self.began, "tokens": self.trainer.tokens, "generate_s": self.trainer.generate_s}
             line |= {"reward": logs["reward"], "loss": logs["loss"], "gradient_norm": logs["grad_norm"]}
             print(json.dumps(line), file=out, flush=True)
+
+
+def warm_up(trainer: Measured, prompt: str) -> None:
+    """Forward and backward of one micro-batch of prompts, and two new tokens."""
+    batch = trainer.processing_class([prompt] * spec["micro_batch"], return_tensors="pt")
+    trainer.model.generate(**batch, max_new_tokens=2)
+    trainer.model(**batch, labels=batch["input_ids"], logits_to_keep=2).logits.sum().backward()
+    trainer.model.zero_grad()
 
 
 def main() -> None:
@@ -81,6 +95,7 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": row["question"], "answer": row["answer"]} for row in rows]),
         processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
     )  # fmt: skip
+    warm_up(on_command.trainer, rows[0]["question"])
     on_command.trainer.train()
 
 
