@@ -27,7 +27,7 @@ from benchmarks.alternate import alternated, median
 from benchmarks.overlap import Case, configuration
 from benchmarks.shared_prompt import operations_ratio
 
-SHAPE = Case(hidden=384, layers=3, groups=16, responses=8, response_tokens=24, prompt_tokens=128, kl_coef=0.01)
+SHAPE = Case(hidden=384, layers=3, groups=12, responses=8, response_tokens=24, prompt_tokens=128, kl_coef=0.01)
 PARTS = ("generate", "train", "sync")
 
 

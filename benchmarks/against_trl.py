@@ -146,7 +146,8 @@ class Peer:
 
 def peer_python() -> str:
     """Of the environment that has TRL, made on first use."""
-    return subprocess.run(["bash", str(ROOT / "setup.sh"), "trl"], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    command = ["bash", str(ROOT / "setup.sh"), "trl"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=2 * LIMIT_S).stdout.strip()
 
 
 def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespace) -> Line:

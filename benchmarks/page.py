@@ -36,7 +36,8 @@ class Chart(NamedTuple):
     """A bar per line, with a mark at its limit."""
 
     title: str
-    label: tuple[str, ...]
+    label: str
+    """Format string over the line."""
     value: str
     limit: str | Callable[[Line], float]
 
@@ -89,7 +90,7 @@ SECTIONS = (
             Column("of the ideal", "of_ideal"),
             Column("peak, GB", "peak_bytes", 1, 1e9), Column("TRL", "trl_peak_bytes", 1, 1e9),
         ),
-        Chart("times as fast as TRL (mark: limit)", ("case", "kl_coef"), "faster", "limit"),
+        Chart("times as fast as TRL (mark: limit)", "{case}, KL {kl_coef}", "faster", "limit"),
     ),
     Section(
         "The same learning as TRL",
@@ -113,7 +114,7 @@ SECTIONS = (
             Column("variant", "case"), Column("T_g, s", "generate_s"), Column("T_t, s", "train_s"), Column("s, s", "sync_s"),
             Column("step, s", "step_s"), Column("speed-up", "speedup"), Column("limit", "limit"), Column("of the limit", "of_limit"),
         ),
-        Chart("speed-up of the parts (mark: limit)", ("case",), "speedup", "limit"),
+        Chart("speed-up of the parts (mark: limit)", "{case}", "speedup", "limit"),
     ),
     Section(
         "Sync and periodic",
@@ -137,7 +138,7 @@ SECTIONS = (
             Column("less memory", "memory_gain"), Column("than prefix-grouper: faster", "vs_prefix_grouper"),
             Column("less memory", "memory_vs_prefix_grouper"),
         ),
-        Chart("the prompt once: times as fast (mark: limit)", ("case",), "gain", "limit"),
+        Chart("the prompt once: times as fast (mark: limit)", "{case}", "gain", "limit"),
     ),
     Section(
         "Weight sync",
@@ -148,7 +149,7 @@ SECTIONS = (
             Column("weights and method", "case"), Column("seconds", "seconds", 3), Column("GB/s", "gb_per_s"),
             Column("limit", "raw_gb_per_s"), Column("of the limit", "of_limit"),
         ),
-        Chart("weight sync, share of bare broadcasts (mark: limit)", ("case",), "of_limit", lambda _: 1.0),
+        Chart("weight sync, share of bare broadcasts (mark: limit)", "{case}", "of_limit", lambda _: 1.0),
     ),
     Section(
         "How costs grow",
@@ -222,7 +223,7 @@ def draw(out: Path, records: Records) -> None:
         len(drawn), 1, figsize=(9, 0.3 * sum(heights) + len(drawn)), height_ratios=heights, layout="constrained", squeeze=False
     )
     for ax, (chart, lines) in zip(axes[:, 0], drawn, strict=True):
-        labels = [" ".join(str(line[key]) for key in chart.label) for line in lines]
+        labels = [chart.label.format_map(line) for line in lines]
         limits = [chart.limit(line) if callable(chart.limit) else line[chart.limit] for line in lines]
         ax.barh(range(len(lines)), [line[chart.value] for line in lines], color="tab:blue")
         ax.plot(limits, range(len(lines)), "k|", markersize=14)

@@ -66,7 +66,7 @@ def warm_up(trainer: Measured, prompt: str) -> None:
     """Forward and backward of one micro-batch of prompts, and two new tokens."""
     batch = trainer.processing_class([prompt] * spec["micro_batch"], return_tensors="pt")
     trainer.model.generate(**batch, max_new_tokens=2)
-    trainer.model(**batch, labels=batch["input_ids"], logits_to_keep=2).logits.sum().backward()
+    trainer.model(**batch, logits_to_keep=2).logits.sum().backward()
     trainer.model.zero_grad()
 
 
