@@ -192,7 +192,7 @@ class Peak:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(0.5):
+        while not self._stop.wait(2.0):  # looking costs a core some hundredths of a second
             held = {"trl": 0, "pasync": 0}
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
