@@ -156,12 +156,15 @@ def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespa
         "name": "against-trl",
         "model": {"path": str(model), "dtype": options.dtype},
         "data": {"train": {"source": str(rows)}, "chat": False, "max_prompt_tokens": case.prompt_tokens},
-        "rollout": {"max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": 512 << 20},
+        "rollout": {
+            "max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": 512 << 20,
+            "start_s": LIMIT_S, "deadline_s": LIMIT_S,
+        },
         "rewards": {"function": "benchmarks.work:scored" if case.fixed_length else "exact", "truncated_is_wrong": not case.fixed_length},
         "algorithm": {"batch_groups": case.groups, "group_responses": case.responses, "kl_coef": options.kl_coef},
         "optimizer": {"lr": case.lr, "betas": list(case.betas), "eps": case.eps},
         "parallel": {"micro_batch_tokens": case.prompt_tokens + case.responses * case.response_tokens},
-    }
+    }  # fmt: skip
 
 
 def run(tree: Line, folder: Path, iterations: int, seed: int) -> list[Line]:
