@@ -40,8 +40,8 @@ from pasync.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CURVE_STEPS = 10
-LAYERS, ACROSS, HEAD = 106_168_320, 30 * 576, 49_152 * 576
-"""Of SmolLM2-135M: weights of linear layers, layers x hidden size, weights of the head."""
+LAYERS, ACROSS, HEAD, KV_BYTES = 106_168_320, 30 * 576, 49_152 * 576, 30 * 2 * 192 * 4
+"""Of SmolLM2-135M: weights of linear layers, layers x hidden size, weights of the head, keys and values of a token."""
 LIMIT_S = 900.0
 """Longest wait for a step of TRL or a run of pasync."""
 Line = dict[str, Any]
@@ -150,6 +150,11 @@ def peer_python() -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=2 * LIMIT_S).stdout.strip()
 
 
+def kv_cache_bytes(case: Case) -> int:
+    """Room for the responses sampled at once even if each held the prompt, in float32, and a reserve."""
+    return case.responses * (case.prompt_tokens + case.response_tokens) * KV_BYTES + (64 << 20)
+
+
 def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespace) -> Line:
     """The run of pasync."""
     return {
@@ -157,7 +162,7 @@ def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespa
         "model": {"path": str(model), "dtype": options.dtype},
         "data": {"train": {"source": str(rows)}, "chat": False, "max_prompt_tokens": case.prompt_tokens},
         "rollout": {
-            "max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": 512 << 20,
+            "max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": kv_cache_bytes(case),
             "start_s": LIMIT_S, "deadline_s": LIMIT_S,
         },
         "rewards": {"function": "benchmarks.work:scored" if case.fixed_length else "exact", "truncated_is_wrong": not case.fixed_length},
