@@ -42,7 +42,7 @@ def measure(kind: str, pairs: int, folder: Path) -> dict[str, Any]:
     tree = configuration(folder, SHAPE._replace(response_tokens=max(lengths)))
     write_rows(folder / "rows.jsonl", lengths, tree["data"]["max_prompt_tokens"])
     tree["rollout"]["max_num_seqs"] = 8 * SHAPE.responses
-    fifo, longest = alternated(folder, tree, "rollout.admission=fifo", "rollout.admission=longest_first", pairs)
+    fifo, longest = alternated(folder, tree, "rollout.admission=fifo", "rollout.admission=longest_first", rounds=pairs)
     fifo_s, longest_s = median(fifo, "time/step_s"), median(longest, "time/step_s")
     return {
         "lengths": kind,

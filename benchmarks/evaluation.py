@@ -23,7 +23,7 @@ def measure(path: Path, pairs: int, folder: Path) -> dict[str, Any]:
     """The JSON line."""
     config = load(path)
     tree = config.model_dump(mode="json")
-    without, with_one = alternated(folder, tree, f"eval.every={NEVER}", "eval.every=1", pairs)
+    without, with_one = alternated(folder, tree, f"eval.every={NEVER}", "eval.every=1", rounds=pairs)
     assert all(line["eval/unfinished"] == 0 for line in with_one) and not any("eval/problems" in line for line in without)
     plain_s, evaluated_s = median(without, "time/step_s"), median(with_one, "time/step_s")
     growth = evaluated_s / plain_s - 1

@@ -59,7 +59,7 @@ def configuration(folder: Path, case: Case) -> dict[str, Any]:
 def measure(name: str, pairs: int, folder: Path) -> dict[str, Any]:
     """The JSON line."""
     case = CASES[name]
-    sync, periodic = alternated(folder, configuration(folder, case), "schedule=sync", "schedule=periodic", pairs)
+    sync, periodic = alternated(folder, configuration(folder, case), "schedule=sync", "schedule=periodic", rounds=pairs)
     generate_s, train_s, transfer_s = (median(sync, f"time/{part}_s") for part in ("generate", "train", "sync"))
     sync_s, periodic_s = median(sync, "time/step_s"), median(periodic, "time/step_s")
     ideal_s = max(generate_s, train_s) + transfer_s

@@ -70,7 +70,7 @@ def real(case: str, groups: int | None, pairs: int, folder: Path) -> Iterator[Li
     shape = overlap.CASES[case]
     tree = overlap.configuration(folder, shape._replace(groups=groups or shape.groups))
     tree["rollout"] |= {"start_s": 900, "deadline_s": 900}  # for a machine that others use, too
-    lines = alternated(folder, tree, "schedule=sync", "schedule=periodic", pairs)
+    lines = alternated(folder, tree, "schedule=sync", "schedule=periodic", rounds=pairs)
     run = folder / "run"
     config = load(run / "config.yaml")
     estimated = estimate(config, read_geometry(Path(config.model.path)), Machine("cpu", 2, None))

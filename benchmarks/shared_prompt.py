@@ -105,21 +105,30 @@ class Case:
         return output.last_hidden_state[0].index_select(0, self.layout.rows)
 
     def limit(self) -> float:
-        """Operations of copies over operations of shared: linear layers 6 per weight and token, attention 14 H D per pair of tokens."""
-        prompt, response, responses = self.sizes
+        """Operations of copies over operations of shared."""
         weights = sum(p.numel() for p in self.model.layers.parameters() if p.ndim == 2)
-        heads = LAYERS * WIDTHS["num_attention_heads"] * WIDTHS["head_dim"]
+        return operations_ratio(weights, LAYERS * WIDTHS["num_attention_heads"] * WIDTHS["head_dim"], *self.sizes)
 
-        def operations(tokens: int, pairs: float) -> float:
-            return 6 * weights * tokens + 14 * heads * pairs
 
-        def triangle(n: int) -> float:
-            return n * (n + 1) / 2
+def operations_ratio(weights: int, heads: int, prompt: int, response: int, responses: int, head: int = 0) -> float:
+    """Operations of copies over operations of shared: linear layers 6 per weight and token, attention 14 H D per pair of tokens.
 
-        whole = prompt + response
-        copies = operations(responses * whole, responses * triangle(whole))
-        pairs = triangle(prompt) + responses * (response * prompt + triangle(response))
-        return copies / operations(prompt + responses * response, pairs)
+    Args:
+        weights: of all linear layers.
+        heads: layers x heads x size of a head.
+        head: weights of the LM head, which sees the rows of response tokens either way.
+    """
+
+    def operations(tokens: int, pairs: float) -> float:
+        return 6 * (weights * tokens + head * responses * response) + 14 * heads * pairs
+
+    def triangle(n: int) -> float:
+        return n * (n + 1) / 2
+
+    whole = prompt + response
+    copies = operations(responses * whole, responses * triangle(whole))
+    pairs = triangle(prompt) + responses * (response * prompt + triangle(response))
+    return copies / operations(prompt + responses * response, pairs)
 
 
 WAYS = ("copies", "shared", "prefix_grouper")

@@ -6,6 +6,7 @@
     per_tensor  one broadcast per tensor
     bucketed    one flat buffer: fill, send, load, one after the other
     overlapped  WeightSender and WeightReceiver
+    reload      a safetensors file, written by the sender and read by the receiver; nothing forces it to the disk
     .._checked  the same with the sums of both sides, as after every sync that `sync.probe_every` names
 
 The 7B list is that of the first layers (`--layers`) of Qwen2.5-7B; the sender makes them all from the memory of one.
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory import keep_memory
+from benchmarks.reload import disk_folder, save, saved_weights
 from pasync import device as devices
 from pasync.config import Config
 from pasync.configfile import load
@@ -42,7 +44,7 @@ from pasync.transport.communicator import communicator
 from pasync.transport.weights import SUM_MODULUS, WeightReceiver, WeightSender, checksum
 
 CHECKED = "_checked"
-COMMANDS = [method + check for check in ("", CHECKED) for method in ("per_tensor", "bucketed", "overlapped")]
+COMMANDS = [method + check for check in ("", CHECKED) for method in ("per_tensor", "bucketed", "overlapped")] + ["reload"]
 MODELS = {"smollm2-135m": ("bfloat16", "float32"), "qwen2.5-7b": ("bfloat16",)}
 DEADLINE_S = 60.0
 
@@ -100,12 +102,14 @@ class OneServer:
 class Link:
     """One end of a connection of its own, with one buffer: raw and the simpler methods."""
 
-    def __init__(self, pipe: Connection, buckets: list[Bucket], max_numel: int, dtype: torch.dtype, *, is_sender: bool) -> None:
+    def __init__(
+        self, pipe: Connection, buckets: list[Bucket], max_numel: int, dtype: torch.dtype, file: Path, *, is_sender: bool
+    ) -> None:
         store = BroadcastGroup.open_store("127.0.0.1", 0 if is_sender else pipe.recv(), 2, DEADLINE_S, is_sender=is_sender)
         if is_sender:
             pipe.send(store.port)
         self.gloo = communicator("cpu", store, int(not is_sender), 2, torch.device("cpu"), timedelta(seconds=DEADLINE_S))
-        self.buckets = buckets
+        self.buckets, self.file = buckets, file
         sizes = [bucket_numel(bucket) for bucket in buckets]
         self.buffer = torch.zeros(max(sizes), dtype=dtype)
         self.flats = [self.buffer[:size] for size in sizes]
@@ -119,11 +123,20 @@ class Link:
 
     def send(self, method: str, weights: Iterator[tuple[str, Tensor]], checked: bool) -> int:
         """The sum of what was sent, if checked."""
+        if method == "reload":
+            save(self.file, weights)
+            self.gloo.broadcast(self.buffer[:1], 0)  # it is there
+            return 0
         sent = self.pieces if method == "raw" else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
         return sum(checksum([tensor]) if checked else 0 for tensor in self.broadcast(sent)) % SUM_MODULUS
 
     def receive(self, method: str, held: dict[str, Tensor]) -> None:
         """The other end of `send`; the weights go into `held`."""
+        if method == "reload":
+            self.gloo.broadcast(self.buffer[:1], 0)
+            for name, tensor in saved_weights(self.file):
+                held[name].copy_(tensor)
+            return
         if method == "raw":
             deque(self.broadcast(self.pieces), maxlen=0)
             return
@@ -143,14 +156,14 @@ class Link:
             yield flat
 
 
-def serve(pipe: Connection, core: int, dtype: torch.dtype) -> None:
+def serve(pipe: Connection, core: int, dtype: torch.dtype, file: Path) -> None:
     """The receiver's process: Join, then one method after the other until "end"; answers with the sum of what it holds."""
     keep_memory()
     devices.pin([core])
     receiver = WeightReceiver("cpu", pipe.recv(), 0, torch.device("cpu"), dtype)
     pipe.send(None)
     held = {name: torch.zeros(shape, dtype=dtype) for bucket in receiver.buckets for name, shape in bucket}
-    link = Link(pipe, receiver.buckets, receiver.max_numel, dtype, is_sender=False)
+    link = Link(pipe, receiver.buckets, receiver.max_numel, dtype, file, is_sender=False)
     while (command := pipe.recv()) != "end":
         method = command.removesuffix(CHECKED)
         if method == "overlapped":
@@ -162,11 +175,11 @@ def serve(pipe: Connection, core: int, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def receiver(core: int, dtype: torch.dtype) -> Iterator[OneServer]:
+def receiver(core: int, dtype: torch.dtype, file: Path) -> Iterator[OneServer]:
     """A process that serves on a core of its own."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, core, dtype), daemon=True)
+    process = context.Process(target=serve, args=(theirs, core, dtype, file), daemon=True)
     process.start()
     try:
         yield OneServer(ours)
@@ -212,9 +225,9 @@ def measure(model: str, dtype_name: str, layers: int | None, rounds: int, core: 
     dtype, shapes = getattr(torch, dtype_name), model_shapes(model, layers)
     memory = {tuple(shape): torch.randn(shape).to(dtype) for _, shape in shapes}
     times: dict[str, list[float]] = {command: [] for command in ("raw", *COMMANDS)}
-    with tempfile.TemporaryDirectory() as folder, receiver(core, dtype) as server:
+    with tempfile.TemporaryDirectory(dir=disk_folder()) as folder, receiver(core, dtype, file := Path(folder) / "weights") as server:
         sender = WeightSender(configuration(Path(folder), dtype_name), server, shapes, "cpu")
-        link = Link(server.pipe, sender.buckets, sender.max_numel, dtype, is_sender=True)
+        link = Link(server.pipe, sender.buckets, sender.max_numel, dtype, file, is_sender=True)
         sender.publish(((name, memory[tuple(shape)]) for name, shape in shapes), version=0)  # the first one is checked whatever its version
         for _ in range(1 + rounds):
             for command, of_command in times.items():

@@ -43,3 +43,17 @@ def write_rows(path: Path, lengths: list[int], prompt_tokens: int) -> None:
 def reward(prompt: str, response: str, token_ids: list[int], sample: dict[str, Any]) -> float:
     """Some number that differs between responses, so that every group has a gradient."""
     return sum((i + 1) * token for i, token in enumerate(token_ids)) % 1009 / 1009
+
+
+END_UNUSED = (4, "<reponame>")
+"""A token of SmolLM2 that its training data hardly has: as the end token it lets every response grow to its full length."""
+
+
+def text_reward(response: str) -> float:
+    """Some number that differs between responses."""
+    return sum((i + 1) * ord(c) for i, c in enumerate(response)) % 1009 / 1009
+
+
+def scored(prompt: str, response: str, token_ids: list[int], sample: dict[str, Any]) -> float:
+    """`text_reward` as a reward function."""
+    return text_reward(response)

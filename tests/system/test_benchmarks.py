@@ -8,6 +8,7 @@ import pytest
 from harness import ROOT
 
 from benchmarks import emulate
+from benchmarks.page import COMMANDS
 from pasync.simulate import simulate
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
@@ -16,8 +17,8 @@ OVERLAP = {
 }  # fmt: skip
 
 
-def lines_of(*command: str) -> list[dict[str, object]]:
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=280, cwd=ROOT)
+def lines_of(*command: str, timeout: int = 280) -> list[dict[str, object]]:
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -45,7 +46,7 @@ def test_admission_prints_its_line():
 
 def test_weight_sync_prints_a_line_for_every_type_and_way():
     lines = lines_of("benchmarks.weight_sync", "--model", "smollm2-135m", "--layers", "1", "--rounds", "1")
-    assert len({line["case"] for line in lines}) == 12
+    assert len({line["case"] for line in lines}) == 14
     assert all(line[key] > 0 for line in lines for key in ("seconds", "gb_per_s", "raw_gb_per_s", "of_limit"))
 
 
@@ -58,10 +59,33 @@ def test_weight_sync_prints_a_line_for_every_type_and_way():
         ("logprob", "--dtype", "bfloat16"),
         ("tri_model",),
         ("algorithms", "--seeds", "0"),
+        ("ablation", "--rounds", "1", "--groups", "4"),
     ],
 )
 def test_a_slow_one_prints_its_lines(command):
     assert lines_of(f"benchmarks.{command[0]}", *command[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", [("short", "--rounds", "1", "--iterations", "1", "--kl-coef", "0.04"), ("curve", "--seeds", "2")])
+def test_against_trl_prints_its_line(case):
+    (line,) = lines_of("benchmarks.against_trl", "--case", *case, timeout=1700)  # set-up of TRL included
+    if case[0] == "short":
+        assert line["tokens_a_step"] == line["trl_tokens_a_step"], "not the same work"
+        assert line["faster"] > 0 and line["less_memory"] > 0
+    else:
+        assert len(line["reward"]) == len(line["trl_reward"]) == 10
+
+
+@pytest.mark.slow
+def test_all_measures_one_again_keeps_the_others_and_writes_the_page(tmp_path):
+    old = {"name": "ablation", "command": COMMANDS["ablation"].args, "machine": "m", "versions": "v", "load": 0.0, "seconds": 1.0}
+    (tmp_path / "benchmarks.jsonl").write_text(json.dumps(old | {"lines": []}) + "\n")
+    assert lines_of("benchmarks.all", "--only", "overlap", "--out", str(tmp_path)) == []
+    kept = [json.loads(text)["name"] for text in (tmp_path / "benchmarks.jsonl").read_text().splitlines()]
+    assert kept == ["ablation", "overlap"]
+    assert "| balanced |" in (tmp_path / "benchmarks.md").read_text()
 
 
 def test_runs_of_the_real_scheduler_that_sleep_by_known_rates_are_not_faster_than_planned():

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.all import read_records
+from benchmarks.page import COMMANDS, text_of
 from pasync.reference import pages
 from pasync.rewards.functions import resolve
 
@@ -67,8 +69,24 @@ RUN_BY = {
     "tests/system/test_benchmarks.py::test_runs_of_the_real_scheduler_that_sleep_by_known_rates_are_not_faster_than_planned": (
         "python -m benchmarks.plan",
     ),
-    "tests/system/test_benchmarks.py::test_growth_prints_a_line_for_all_that_costs_depend_on": ("python -m benchmarks.growth",),
-    "tests/system/test_benchmarks.py::test_overlap_prints_its_line": ("python -m benchmarks.overlap",),
+    "tests/system/test_benchmarks.py::test_growth_prints_a_line_for_all_that_costs_depend_on": (
+        "python -m benchmarks.growth",
+        "python -m benchmarks.growth --rounds 2",
+    ),
+    "tests/system/test_benchmarks.py::test_overlap_prints_its_line": (
+        "python -m benchmarks.overlap",
+        "python -m benchmarks.overlap --pairs 2",
+    ),
+    "tests/system/test_benchmarks.py::test_all_measures_one_again_keeps_the_others_and_writes_the_page": (
+        "python -m benchmarks.all",
+        "python -m benchmarks.all --only overlap",
+    ),
+    "tests/system/test_benchmarks.py::test_against_trl_prints_its_line": (
+        "python -m benchmarks.against_trl --case short",
+        "python -m benchmarks.against_trl --case short --kl-coef 0.04 --rounds 1",
+        "python -m benchmarks.against_trl --case long",
+        "python -m benchmarks.against_trl --case curve",
+    ),
     "tests/system/test_benchmarks.py::test_admission_prints_its_line": ("python -m benchmarks.admission",),
     "tests/system/test_benchmarks.py::test_transport_prints_its_line": ("python -m benchmarks.transport",),
     "tests/system/test_benchmarks.py::test_weight_sync_prints_a_line_for_every_type_and_way": (
@@ -77,6 +95,9 @@ RUN_BY = {
     ),
     "tests/system/test_benchmarks.py::test_a_slow_one_prints_its_lines": (
         "python -m benchmarks.shared_prompt",
+        "python -m benchmarks.shared_prompt --case 64,256,8 1024,64,16 --dtype float32",
+        "python -m benchmarks.ablation",
+        "python -m benchmarks.ablation --help",
         "python -m benchmarks.logprob",
         "python -m benchmarks.tri_model",
         "python -m benchmarks.algorithms",
@@ -138,6 +159,11 @@ def test_links_between_pages_lead_somewhere() -> None:
 def test_the_reference_pages_are_those_of_the_code() -> None:
     for name, text in pages().items():
         assert PAGES[f"docs/{name}"] == text, "python -m pasync.reference docs"
+
+
+def test_the_page_of_benchmarks_is_that_of_its_lines_and_takes_less_than_half_an_hour() -> None:
+    assert PAGES["docs/benchmarks.md"] == text_of(read_records(ROOT / "docs" / "benchmarks.jsonl")), "python -m benchmarks.all --only"
+    assert sum(command.minutes for command in COMMANDS.values()) < 30
 
 
 def test_the_code_page_lists_every_module_and_nothing_that_is_gone() -> None:

@@ -10,6 +10,7 @@ from groups import make_group
 from textbook import divisor, flat_gradient, logprobs, perturbed, small_config, textbook_gradient, textbook_loss
 from transformers import AutoModelForCausalLM
 
+from benchmarks.passes import Passes
 from pasync.errors import TrainingError
 from pasync.model.tiny import random_model
 from pasync.trainer import Trainer
@@ -51,6 +52,20 @@ def test_repeated_prompts_copied_keys_and_cut_groups_have_the_same_gradient(tmp_
     ours = flat_gradient(trainer, divisor(GROUPS, "sequence"))
     oracle = textbook_gradient(model, GROUPS, "sequence", 0.1)
     assert (ours - oracle).norm() / oracle.norm() < 2e-6  # float32
+
+
+def test_the_ways_that_the_ablation_alternates_between_have_the_same_gradient(tmp_path, model, ranks):
+    config = small_config(tmp_path, model, kl_coef=0.1, normalizer="token")
+    trainer = Passes(config, model, ranks)
+    perturbed(trainer.models.policy)
+    oracle = textbook_gradient(model, GROUPS, "token", 0.1)
+    for shared, apart in ((False, True), (False, False), (True, True), (True, False)):
+        way = config.model_copy(update={"model": config.model.model_copy(update={"shared_prompt": shared})})
+        trainer.switch(way, apart=apart)
+        trainer.forward_backward([[group] for group in GROUPS])
+        ours = flat_gradient(trainer, divisor(GROUPS, "token"))
+        assert (ours - oracle).norm() / oracle.norm() < 2e-6, (shared, apart)  # float32
+        trainer.optimizer.clear()
 
 
 def test_an_offloaded_reference_is_on_the_device_only_during_a_batch(tmp_path, model, ranks, monkeypatch):
