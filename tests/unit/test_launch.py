@@ -20,6 +20,7 @@ from pasync.launch import run_commands
 from pasync.placement import place
 from pasync.processes import all_in_run, kill_run
 
+pytestmark = pytest.mark.timeout(180)  # real processes, and busy cores
 ROOT = Path(__file__).parents[2]
 UP = "from pasync.observe.console import say; say('up'); "
 FOREVER = UP + "import signal; signal.pause()"
@@ -83,7 +84,7 @@ def launch(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def ended(launcher: subprocess.Popen[str], config_file: Path) -> tuple[int, list[str]]:
     """(exit code, console lines) of a launcher that left no process."""
-    lines = launcher.communicate(timeout=30)[0].splitlines()
+    lines = launcher.communicate(timeout=90)[0].splitlines()
     assert all_in_run(str(config_file.parent / "run")) == []
     return launcher.returncode, lines
 

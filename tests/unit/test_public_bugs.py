@@ -53,7 +53,7 @@ KINDS = {
     ),
     "top-p or top-k: sampled and trained log-probs differ": (
         "unit/test_public_bugs.py::test_a_part_of_the_distribution_cannot_be_asked_for",
-        "system/test_runs.py::test_a_run_leaves_what_is_promised_and_nothing_alive",
+        "system/test_replay.py::test_a_run_leaves_what_is_promised_and_nothing_alive",
     ),
     "generation_config.json fills in sampling values": (
         "system/test_weight_sync.py::test_synced_weights_sample_like_the_trainer_and_unsynced_ones_are_noticed",
@@ -95,7 +95,7 @@ KINDS = {
         "unit/test_prompts.py::test_a_batch_depends_on_seed_and_iteration_only",
     ),
     "place in the data lost on resume": (
-        "system/test_runs.py::test_an_interrupted_run_continues_to_the_same_weights",
+        "system/test_replay.py::test_an_interrupted_run_continues_to_the_same_weights",
         "unit/test_prompts.py::test_a_batch_depends_on_seed_and_iteration_only",
     ),
     "half-written checkpoint chosen": ("unit/test_checkpoint.py::test_only_complete_checkpoints_are_chosen_and_the_oldest_deleted",),

@@ -34,8 +34,8 @@ RUN_BY = {
         "python -m pasync.report RUN [RUN ...]",
         "python -m pasync.report runs/sync runs/periodic",
     ),
-    "tests/system/test_runs.py::test_the_trace_of_a_run_has_every_kind_of_span": ("python -m pasync.observe.timeline RUN",),
-    "tests/system/test_runs.py::test_a_run_leaves_what_is_promised_and_nothing_alive": (
+    "tests/system/test_replay.py::test_the_trace_of_a_run_has_every_kind_of_span": ("python -m pasync.observe.timeline RUN",),
+    "tests/system/test_replay.py::test_a_run_leaves_what_is_promised_and_nothing_alive": (
         "bash launch.sh configs/tiny_cpu.yaml iterations=10 optimizer.lr=1e-4",
     ),
     "tests/system/test_runs.py::test_the_eight_device_config_dry_runs_without_devices": (
