@@ -70,7 +70,7 @@ class Case:
 
 CASES = {
     "short": Case("smollm2-135m-instruct", 60, 64, groups=4, responses=8, trl_micro_batch=8, bar=3.0),
-    "long": Case("smollm2-135m-instruct", 1024, 64, groups=1, responses=16, trl_micro_batch=4, bar=8.0),
+    "long": Case("smollm2-135m-instruct", 1024, 64, groups=2, responses=16, trl_micro_batch=4, bar=8.0),
     "curve": Case(
         "tiny-sort", 8, 10, groups=64, responses=8, trl_micro_batch=64, trl_threads=1,
         lr=3e-4, betas=(0.9, 0.99), eps=1e-6, fixed_length=False,

@@ -80,8 +80,8 @@ SECTIONS = (
         "peak of all processes. The bar is what was hoped for before it was measured.",
         {
             "trl-short": Command("against_trl --case short", 4),
-            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 2.2),
-            "trl-long": Command("against_trl --case long", 6.3),
+            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 2),
+            "trl-long": Command("against_trl --case long --rounds 1", 7),
         },
         (
             Column("case", "case"), Column("prompt", "prompt_tokens", 0), Column("response", "response_tokens", 0),

@@ -84,7 +84,7 @@ RUN_BY = {
     "tests/system/test_benchmarks.py::test_against_trl_prints_its_line": (
         "python -m benchmarks.against_trl --case short",
         "python -m benchmarks.against_trl --case short --kl-coef 0.04 --rounds 1",
-        "python -m benchmarks.against_trl --case long",
+        "python -m benchmarks.against_trl --case long --rounds 1",
         "python -m benchmarks.against_trl --case curve",
     ),
     "tests/system/test_benchmarks.py::test_admission_prints_its_line": ("python -m benchmarks.admission",),
