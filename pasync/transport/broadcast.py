@@ -88,12 +88,14 @@ class BroadcastGroup:
         return self._submit(partial(self._broadcast, tensor, ready))
 
     def close(self) -> None:
-        """Leave the group and return at once; what was started and has not begun never will.
+        """Leave the group and return at once; what was started and has not begun never will. A second time does nothing.
 
         A broadcast under way comes first. It ends when a peer's connection is closed, and by twice the timeout; with NCCL at once, with
         HCCL maybe never. Then the thread ends, and whoever waits for this process comes out with an error, unless his own timeout came
         before.
         """
+        if self._closed:
+            return
         if self._communicator:
             self._communicator.abort()
         self._closed = True

@@ -14,7 +14,7 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.errors import RolloutError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes
-from pasync.transport.broadcast import Buffers, bucket_numel, plan_buckets
+from pasync.transport.broadcast import BroadcastGroup, Buffers, bucket_numel, plan_buckets
 from pasync.transport.weights import WeightReceiver, WeightSender, checksum
 
 SHAPES = [("embed", [11, 4]), ("norm", [4]), ("head", [11, 4]), ("scale", [1])]
@@ -91,6 +91,16 @@ class ThreadServers:
     def _loaded(self, tensor: Tensor) -> Tensor:
         time.sleep(self.load_s)
         return tensor.clone()
+
+
+def test_a_group_may_be_closed_twice():
+    """As by a server that could not join the next one and is told of another."""
+    store = BroadcastGroup.open_store("127.0.0.1", 0, 1, 10.0, is_sender=True)
+    group = BroadcastGroup("cpu", store, 0, 1, torch.device("cpu"), 10.0)
+    group.start(torch.ones(2)).wait()
+    group.close()
+    group._thread.join(10.0)
+    group.close()
 
 
 def config(tmp_path, **sync: object) -> Config:
