@@ -193,8 +193,11 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
     before = signal.signal(signal.SIGPROF, expire)
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.5)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+    finally:  # also if the signal came just before the line above, or it would strike the worker later
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
 
