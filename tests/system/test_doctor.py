@@ -21,7 +21,8 @@ NAMES = (
 
 
 def doctor(tmp_path, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """(exit code, {check: (level, text)}); one line each, nothing else, and no process left."""
+    """(exit code, {check: (level, text)}); one line each, nothing else, and no process left. Its temporary files lie in `tmp_path`."""
+    tmp_path.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "pasync.doctor", str(TINY), *overrides]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=650, env=env, cwd=tmp_path)
@@ -32,9 +33,9 @@ def doctor(tmp_path, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
 
 
 def test_a_machine_that_can_run_the_tiny_config_is_found_fit_with_one_prompt_through_its_server(tmp_path):
-    code, said = doctor(tmp_path)
+    code, said = doctor(tmp_path / ("a-long-path" * 7))  # of which sockets cannot be made
     pins = said.pop("packages")[0] != "ok"  # the tests run with other sets too
-    assert {level for level, _ in said.values()} == {"ok"} and code == int(pins), said
+    assert {name: finding for name, finding in said.items() if finding[0] != "ok"} == {} and code == int(pins)
     assert "answers 5 tokens with" in said["server"][1]
 
 
