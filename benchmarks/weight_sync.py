@@ -2,7 +2,8 @@
 
     core 1: makes tensors, sends  ==broadcast==>  core 0: a receiver that copies each tensor into weights it holds, as vLLM's load does
 
-    raw         the same bytes in gloo broadcasts as large as a bucket, back to back and nothing else: the limit
+    raw         as many bytes in gloo broadcasts as large as a bucket, back to back, from and into one that stays in a cache: the limit
+    in_place    the same, but received where every byte stays: what no way to carry weights can be faster than
     per_tensor  one broadcast per tensor
     bucketed    one flat buffer: fill, send, load, one after the other
     overlapped  WeightSender and WeightReceiver
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ from pasync.transport.communicator import communicator
 from pasync.transport.weights import SUM_MODULUS, WeightReceiver, WeightSender, checksum
 
 CHECKED = "_checked"
-COMMANDS = [method + check for check in ("", CHECKED) for method in ("per_tensor", "bucketed", "overlapped")] + ["reload"]
+COMMANDS = ["in_place"] + [method + check for check in ("", CHECKED) for method in ("per_tensor", "bucketed", "overlapped")] + ["reload"]
 MODELS = {"smollm2-135m": ("bfloat16", "float32"), "qwen2.5-7b": ("bfloat16",)}
 DEADLINE_S = 60.0
 
@@ -114,6 +116,7 @@ class Link:
         self.buffer = torch.zeros(max(sizes), dtype=dtype)
         self.flats = [self.buffer[:size] for size in sizes]
         self.pieces = [self.buffer[: min(max_numel, sum(sizes) - at)] for at in range(0, sum(sizes), max_numel)]
+        self.max_numel = max_numel
 
     def broadcast(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Every tensor, once it has arrived."""
@@ -127,18 +130,18 @@ class Link:
             save(self.file, weights)
             self.gloo.broadcast(self.buffer[:1], 0)  # it is there
             return 0
-        sent = self.pieces if method == "raw" else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
+        sent = self.pieces if method in ("raw", "in_place") else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
         return sum(checksum([tensor]) if checked else 0 for tensor in self.broadcast(sent)) % SUM_MODULUS
 
-    def receive(self, method: str, held: dict[str, Tensor]) -> None:
-        """The other end of `send`; the weights go into `held`."""
+    def receive(self, method: str, memory: Tensor, held: dict[str, Tensor]) -> None:
+        """The other end of `send`; the weights go into `held`, parts of `memory`."""
         if method == "reload":
             self.gloo.broadcast(self.buffer[:1], 0)
             for name, tensor in saved_weights(self.file):
                 held[name].copy_(tensor)
             return
-        if method == "raw":
-            deque(self.broadcast(self.pieces), maxlen=0)
+        if method in ("raw", "in_place"):
+            deque(self.broadcast(self.pieces if method == "raw" else memory.split(self.max_numel)), maxlen=0)
             return
         if method == "per_tensor":
             coming = (self.buffer[: into.numel()].view(into.shape) for into in held.values())
@@ -162,7 +165,9 @@ def serve(pipe: Connection, core: int, dtype: torch.dtype, file: Path) -> None:
     devices.pin([core])
     receiver = WeightReceiver("cpu", pipe.recv(), 0, torch.device("cpu"), dtype)
     pipe.send(None)
-    held = {name: torch.zeros(shape, dtype=dtype) for bucket in receiver.buckets for name, shape in bucket}
+    weights = list(chain.from_iterable(receiver.buckets))
+    memory = torch.zeros(bucket_numel(weights), dtype=dtype)
+    held = dict(zip((name for name, _ in weights), views(memory, weights), strict=True))
     link = Link(pipe, receiver.buckets, receiver.max_numel, dtype, file, is_sender=False)
     while (command := pipe.recv()) != "end":
         method = command.removesuffix(CHECKED)
@@ -170,7 +175,7 @@ def serve(pipe: Connection, core: int, dtype: torch.dtype, file: Path) -> None:
             for name, tensor in receiver.receive():
                 held[name].copy_(tensor)
         else:
-            link.receive(method, held)
+            link.receive(method, memory, held)
         pipe.send(checksum(held.values()) if command.endswith(CHECKED) else None)
 
 
