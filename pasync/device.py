@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import tempfile
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -36,8 +35,6 @@ LOGITS_BLOCK = {"cpu": 1 << 22, "cuda": 1 << 26, "npu": 1 << 26}
 ADAMW_TEMPORARY_BYTES = {"cpu": 0, "cuda": 0, "npu": 8}
 """For every number of an optimizer step: where it is not fused (`adamw_flags`), two temporaries in float32."""
 HARMLESS_HEALTH = ("OK", "Warning")
-LONGEST_TMPDIR = 70
-"""Characters: a socket's path has at most 107 (sun_path of unix(7)), and vLLM's have a slash and a UUID after it."""
 
 
 def detect() -> str:
@@ -186,8 +183,6 @@ def _defaults(kind: str, role: Role, deadline_s: float) -> dict[str, str]:
         env |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     if role == "server":
         env["VLLM_NO_USAGE_STATS"] = "1"
-    if role == "server" and len(tempfile.gettempdir()) > LONGEST_TMPDIR:
-        env["VLLM_RPC_BASE_PATH"] = "/tmp"  # where its sockets are
     if role == "server" and kind == "cpu":
         env["TORCH_COMPILE_DISABLE"] = "1"  # log-probs would compile C++ at the first batch, about 10 s
     if kind != "npu":

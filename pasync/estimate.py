@@ -166,7 +166,10 @@ def micro_batch_bytes(config: Config, geometry: Geometry, kind: str) -> int:
 def server_need(config: Config, geometry: Geometry, machine: Machine) -> Need:
     """Of a server, on each of its devices: weights, KV cache, and beside what vLLM counts a buffer for new weights."""
     size = config.rollout.tensor_parallel
-    lasting = [Part(geometry.num_parameters * ITEM_BYTES[config.server_dtype] // size, f"weights, {config.server_dtype}")]
+    weights = geometry.num_parameters * ITEM_BYTES[config.server_dtype] // size
+    lasting = [Part(weights, f"weights, {config.server_dtype}")]
+    if machine.kind == "cpu":
+        lasting.append(Part(weights, "the same, packed for this processor"))  # rollout/engine.py
     cache = cache_bytes(config, geometry, machine)
     if cache is not None:
         tokens = cache // cache_token_bytes(config, geometry)

@@ -1,8 +1,8 @@
-"""The process that makes orphans impossible: `python -m pasync.guard RUN_ID LAUNCHER_PID`, started before all others.
+"""The process that makes orphans impossible: `python -m pasync.guard RUN_ID LAUNCHER_PID SILENCE_S SCRATCH`, started before all others.
 
     launcher --(pipe, write end)--> guard's stdin: end of file means that the launcher is gone, kill -9 included;
                                     one that is stopped for run.silence_s is killed
-                                    guard --SIGKILL--> every process that carries the run's marker
+                                    guard --SIGKILL--> every process that carries the run's marker; then `scratch` goes
 
 A launcher that ends by itself has ended the others already and says so with one byte; then there is nothing to report.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +26,13 @@ from pasync.suspended import LOOK_S, SuspensionWatch
 QUIET = b"."
 
 
-def start(run_id: str, env: dict[str, str], silence_s: float) -> subprocess.Popen[bytes]:
-    """Start the guard of this process's run; closing its stdin, dying, or being stopped for `silence_s` sets it off."""
-    argv = [sys.executable, "-m", "pasync.guard", run_id, str(os.getpid()), str(silence_s)]
+def start(run_id: str, env: dict[str, str], silence_s: float, scratch: str) -> subprocess.Popen[bytes]:
+    """Start the guard of this process's run; closing its stdin, dying, or being stopped for `silence_s` sets it off.
+
+    Args:
+        scratch: a folder that it removes in the end.
+    """
+    argv = [sys.executable, "-m", "pasync.guard", run_id, str(os.getpid()), str(silence_s), scratch]
     return subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, start_new_session=True,
         preexec_fn=_ignore_signals,  # before Python is up, so that it cannot be stopped while it starts
@@ -36,7 +41,7 @@ def start(run_id: str, env: dict[str, str], silence_s: float) -> subprocess.Pope
 
 def main() -> None:
     """Wait, without a deadline, until the pipe closes; then end the run. Woken by nothing else."""
-    run_id, launcher, silence_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+    run_id, launcher, silence_s, scratch = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
     why = "was killed"
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(launcher)
@@ -47,6 +52,7 @@ def main() -> None:
                 process.kill()
     said = sys.stdin.buffer.read()
     killed = kill_run(run_id)
+    shutil.rmtree(scratch, ignore_errors=True)
     if said != QUIET:
         text = f"the launcher (pid {launcher}) {why}; ended the {killed} processes it had started"
         print(f"{ProcessDied.__name__}: {text}", file=sys.stderr)

@@ -14,6 +14,7 @@ import queue
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,8 @@ STOP_S = 2.0
 """Time between SIGTERM and SIGKILL."""
 CLEAN_EXIT_S = 10.0
 """Servers and ranks may end that much apart."""
+LONGEST_TMPDIR = 54
+"""Characters: a socket's path has at most 107 (unix(7)), of which a folder of the run's own takes 16 and vLLM's name for it 37."""
 TORCHRUN_VARIABLES = re.compile(r"(TORCHELASTIC_.*|(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT))$")
 
 
@@ -95,6 +98,8 @@ class Child:
 class Supervisor:
     """The processes of the run in `run_dir`; leaving the `with` block ends every one of them, whatever happened.
 
+    Sockets that vLLM leaves behind, and folders that torchrun does, are in one of their own, which the guard removes.
+
     The run's marker is its folder, so a folder holds one live run.
 
     Args:
@@ -118,7 +123,9 @@ class Supervisor:
             old.unlink(missing_ok=True)  # of the run that this one continues
         for number in (signal.SIGINT, signal.SIGTERM):
             self._handlers[number] = signal.signal(number, self._on_signal)
-        self._guard = Child("guard", guard.start(self.run_id, _base_environment(), self._suspended.limit_s), None)
+        folder = tempfile.gettempdir()
+        self._scratch = tempfile.mkdtemp(prefix="pasync-", dir=folder if len(folder) <= LONGEST_TMPDIR else "/tmp")
+        self._guard = Child("guard", guard.start(self.run_id, _base_environment(), self._suspended.limit_s, self._scratch), None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -135,6 +142,7 @@ class Supervisor:
         log = self.logs / f"{command.name}.log"
         tail = Tail(log)
         env = _base_environment() | command.env | {RUN_ID: self.run_id, LAUNCHER_PID: str(os.getpid())}
+        env |= {"VLLM_RPC_BASE_PATH": self._scratch, "PET_LOG_DIR": self._scratch}
         env |= {WATCHED: "1"} if self.screen.is_watched else {}
         pin = partial(os.sched_setaffinity, 0, command.cores) if command.cores else None
         with log.open("ab") as output:

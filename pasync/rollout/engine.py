@@ -1,8 +1,8 @@
 """vLLM, in process: tokens in, sampled tokens and their log-probs out, new weights in between.
 
 The only file that imports vllm; what differs between vLLM versions and platforms is here. Facts that shaped it:
-  - CPU workers repack linear weights after loading, so later weights could not be loaded and a tied head would stay stale;
-    `_keep_plain_weights` turns the repacking off.
+  - CPU workers compute with packed linear weights, up to 1.5 times as fast, and drop the plain ones: later weights could not be
+    loaded. Here they keep both (`_pack_a_copy`) and pack again after every sync, or layers and a tied head would stay stale.
   - `logprobs_mode="processed_logprobs"`: log-probs of the distribution sampled from, temperature included.
   - `generation_config="vllm"`: the model's generation_config.json does not fill in sampling values that we leave out.
 """
@@ -29,14 +29,16 @@ from pasync.transport.weights import WeightReceiver, checksum
 CPU_BLOCK_TOKENS = 32  # prompts shorter than a block are never shared; vLLM's default on CPU is 128
 
 
-def _keep_plain_weights(layer: torch.nn.Module, remove_weight: bool) -> None:
-    setattr(layer, "cpu_linear", torch.nn.functional.linear)  # noqa: B010  nn.Module's annotations allow no function
-
-
 if current_platform.is_cpu():
     import vllm.model_executor.layers.utils
 
-    vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = _keep_plain_weights
+    _pack = vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+
+    def _pack_a_copy(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:  # others would be packed in place
+            _pack(layer, remove_weight=False)
+
+    vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm = _pack_a_copy
 
 
 class WorkerExtension:
@@ -66,6 +68,9 @@ class WorkerExtension:
         try:
             with torch.no_grad():
                 model.load_weights(receiver.receive())
+                for layer in model.modules():
+                    if hasattr(layer, "cpu_linear"):
+                        _pack_a_copy(layer, remove_weight=False)
                 return checksum(p.to(receiver.dtype) for p in model.parameters()) if with_sum else None
         except Exception:
             self.pasync_leave()  # or others might wait for this worker

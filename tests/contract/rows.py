@@ -56,7 +56,7 @@ VLLM = (
     | _rows("vllm_cpu", "vllm/platforms/__init__.py", "current_platform=vllm.platforms.interface.Platform")
     | _rows("vllm_cpu", "vllm/platforms/interface.py", "is_cpu", of="Platform")
     | _rows("vllm_cpu", "vllm/model_executor/layers/utils.py", "dispatch_cpu_unquantized_gemm")
-    | _rows("vllm_cpu", "vllm/model_executor/models/qwen2.py", "load_weights", "parameters", of="Qwen2ForCausalLM")
+    | _rows("vllm_cpu", "vllm/model_executor/models/qwen2.py", "load_weights", "parameters", "modules", of="Qwen2ForCausalLM")
     | _rows("vllm_cpu", "vllm/v1/executor/uniproc_executor.py", "UniProcExecutor")
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", "AsyncLLM")
     | _rows("vllm_cpu", "vllm/v1/engine/async_llm.py", f"from_engine_args(){ASYNC_LLM}", f"generate(){OUTPUT}", of="AsyncLLM")

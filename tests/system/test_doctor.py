@@ -33,10 +33,11 @@ def doctor(tmp_path, *overrides: str) -> tuple[int, dict[str, tuple[str, str]]]:
 
 
 def test_a_machine_that_can_run_the_tiny_config_is_found_fit_with_one_prompt_through_its_server(tmp_path):
-    code, said = doctor(tmp_path / ("a-long-path" * 7))  # of which sockets cannot be made
+    folder = tmp_path / ("a-long-path" * 7)  # in which no socket can be made
+    code, said = doctor(folder)
     pins = said.pop("packages")[0] != "ok"  # the tests run with other sets too
     assert {name: finding for name, finding in said.items() if finding[0] != "ok"} == {} and code == int(pins)
-    assert "answers 5 tokens with" in said["server"][1]
+    assert "answers 5 tokens with" in said["server"][1] and list(folder.iterdir()) == []
 
 
 def test_a_server_that_cannot_start_is_told_with_its_log(tmp_path):

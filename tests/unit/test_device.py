@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import fake_npus
@@ -98,13 +97,6 @@ def test_devices_are_not_taken_from_the_users_environment(monkeypatch: pytest.Mo
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert device.process_environment("npu", [2], "server")["ASCEND_RT_VISIBLE_DEVICES"] == "2"
     assert device.process_environment("cpu", [2], "server")["OMP_NUM_THREADS"] == "1"
-
-
-def test_a_long_folder_for_temporary_files_holds_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for length in (70, 71):
-        monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (length - 1))
-        assert device.process_environment("cpu", [0], "server").get("VLLM_RPC_BASE_PATH") == (None if length == 70 else "/tmp")
-    assert "VLLM_RPC_BASE_PATH" not in device.process_environment("cpu", [0], "rank")
 
 
 @pytest.mark.parametrize(

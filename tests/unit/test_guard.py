@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import os, subprocess, sys
 from pasync import guard
-run_id = sys.argv[1]
-watch = guard.start(run_id, dict(os.environ), 1.0)
+run_id, scratch = sys.argv[1:]
+watch = guard.start(run_id, dict(os.environ), 1.0, scratch)
 grand = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 child = f"import subprocess, sys, signal; subprocess.Popen([sys.executable, '-c', {grand!r}], start_new_session=True); signal.pause()"
 subprocess.Popen([sys.executable, "-c", child], env=os.environ | {"PASYNC_RUN_ID": run_id}, start_new_session=True)
@@ -35,21 +35,31 @@ def run_id():
     kill_run(name)
 
 
-def fake_launcher(run_id: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def scratch(run_id: str, tmp_path: Path) -> Path:
+    """With a file in it, as a run has."""
+    folder = tmp_path / run_id
+    folder.mkdir()
+    (folder / "socket").touch()
+    return folder
+
+
+def fake_launcher(run_id: str, scratch: Path | str = "") -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, run_id], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, run_id, str(scratch)], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
     assert launcher.stdout and launcher.stdout.readline() == "up\n"
     return launcher
 
 
-def test_kill_of_the_launcher_ends_children_and_grandchildren_and_is_reported(run_id: str) -> None:
-    launcher = fake_launcher(run_id)
+def test_kill_of_the_launcher_ends_children_and_grandchildren_and_is_reported(run_id: str, scratch: Path) -> None:
+    launcher = fake_launcher(run_id, scratch)
     family = all_in_run(run_id)
-    assert len(family) == 2
+    assert len(family) == 2 and list(scratch.iterdir())
     launcher.kill()
     assert psutil.wait_procs(family, timeout=5)[1] == []
     assert "the launcher" in launcher.communicate(timeout=5)[1]  # ends when the guard does
+    assert not scratch.exists()
 
 
 def test_a_launcher_that_stays_stopped_is_ended_with_all_it_started_and_named(run_id: str) -> None:
@@ -70,10 +80,10 @@ def test_a_launcher_that_goes_on_in_time_is_left_alone(run_id: str) -> None:
     assert launcher.communicate("end well\n", timeout=10)[1] == ""
 
 
-def test_a_launcher_that_ends_well_has_nothing_reported_and_nothing_left(run_id: str) -> None:
-    launcher = fake_launcher(run_id)
+def test_a_launcher_that_ends_well_has_nothing_reported_and_nothing_left(run_id: str, scratch: Path) -> None:
+    launcher = fake_launcher(run_id, scratch)
     assert launcher.communicate("end well\n", timeout=10)[1] == ""
-    assert all_in_run(run_id) == []
+    assert all_in_run(run_id) == [] and not scratch.exists()
 
 
 def test_the_guard_cannot_be_talked_out_of_it(run_id: str) -> None:

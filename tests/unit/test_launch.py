@@ -45,6 +45,7 @@ def config_file(tmp_path: Path):
     (model / "config.json").write_text('{"max_position_embeddings": 1024}')
     (model / "model.safetensors").touch()
     (tmp_path / "t.jsonl").write_text("")
+    (tmp_path / "temporary").mkdir()
     path = tmp_path / "tiny.yaml"
     path.write_text(
         f"""
@@ -69,7 +70,8 @@ def free(port: int) -> bool:
 
 
 def python(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
-    env, pipe = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7"}, subprocess.PIPE
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7", "TMPDIR": str(config_file.parent / "temporary")}
+    pipe = subprocess.PIPE
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=config_file.parent)
 
@@ -83,9 +85,9 @@ def launch(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def ended(launcher: subprocess.Popen[str], config_file: Path) -> tuple[int, list[str]]:
-    """(exit code, console lines) of a launcher that left no process."""
+    """(exit code, console lines) of a launcher that left no process and no temporary file."""
     lines = launcher.communicate(timeout=90)[0].splitlines()
-    assert all_in_run(str(config_file.parent / "run")) == []
+    assert all_in_run(str(config_file.parent / "run")) == [] and list((config_file.parent / "temporary").iterdir()) == []
     return launcher.returncode, lines
 
 
