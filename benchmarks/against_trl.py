@@ -56,6 +56,8 @@ class Case:
     response_tokens: int
     groups: int
     responses: int
+    at_once: int
+    """Responses that pasync's server samples at once; TRL samples all of them at once."""
     trl_micro_batch: int
     """Responses that TRL trains on at once: those with which it is fastest in the memory there is."""
     trl_threads: int | None = None
@@ -69,10 +71,10 @@ class Case:
 
 
 CASES = {
-    "short": Case("smollm2-135m-instruct", 60, 64, groups=4, responses=8, trl_micro_batch=8, bar=3.0),
-    "long": Case("smollm2-135m-instruct", 1024, 64, groups=2, responses=16, trl_micro_batch=4, bar=8.0),
+    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8, at_once=32, trl_micro_batch=8, bar=3.0),
+    "long": Case("smollm2-135m-instruct", 1024, 64, groups=2, responses=16, at_once=16, trl_micro_batch=4, bar=8.0),
     "curve": Case(
-        "tiny-sort", 8, 10, groups=64, responses=8, trl_micro_batch=64, trl_threads=1,
+        "tiny-sort", 8, 10, groups=64, responses=8, at_once=64, trl_micro_batch=64, trl_threads=1,
         lr=3e-4, betas=(0.9, 0.99), eps=1e-6, fixed_length=False,
     ),
 }  # fmt: skip
@@ -152,7 +154,7 @@ def peer_python() -> str:
 
 def kv_cache_bytes(case: Case) -> int:
     """Room for the responses sampled at once even if each held the prompt, in float32, and a reserve."""
-    return case.responses * (case.prompt_tokens + case.response_tokens) * KV_BYTES + (64 << 20)
+    return case.at_once * (case.prompt_tokens + case.response_tokens) * KV_BYTES + (64 << 20)
 
 
 def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespace) -> Line:
@@ -162,7 +164,7 @@ def configuration(case: Case, model: Path, rows: Path, options: argparse.Namespa
         "model": {"path": str(model), "dtype": options.dtype},
         "data": {"train": {"source": str(rows)}, "chat": False, "max_prompt_tokens": case.prompt_tokens},
         "rollout": {
-            "max_tokens": case.response_tokens, "max_num_seqs": case.responses, "kv_cache_bytes": kv_cache_bytes(case),
+            "max_tokens": case.response_tokens, "max_num_seqs": case.at_once, "kv_cache_bytes": kv_cache_bytes(case),
             "start_s": LIMIT_S, "deadline_s": LIMIT_S,
         },
         "rewards": {"function": "benchmarks.work:scored" if case.fixed_length else "exact", "truncated_is_wrong": not case.fixed_length},

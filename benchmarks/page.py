@@ -79,8 +79,8 @@ SECTIONS = (
         " core has the work of TRL's cores without the repeated prompts. *Of the ideal*: max(T_g, T_t) + s over pasync's step. Memory: "
         "peak of all processes. The bar is what was hoped for before it was measured.",
         {
-            "trl-short": Command("against_trl --case short", 4),
-            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 2),
+            "trl-short": Command("against_trl --case short", 6),
+            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 4),
             "trl-long": Command("against_trl --case long --rounds 1", 7),
         },
         (
