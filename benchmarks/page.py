@@ -10,7 +10,7 @@ Line = dict[str, Any]
 Records = Mapping[str, Line]
 """Of each command that was run, by name: command, machine, versions, busy cores before it, seconds and lines."""
 QUIET = 0.5
-"""Load average below which a machine counts as quiet."""
+"""So many cores may be busy just before a command."""
 
 
 class Command(NamedTuple):

@@ -82,7 +82,7 @@ def test_against_trl_prints_its_line(case):
 
 @pytest.mark.slow
 def test_all_measures_one_again_keeps_the_others_and_writes_the_page(tmp_path):
-    old = {"name": "ablation", "command": COMMANDS["ablation"].args, "machine": "m", "versions": "v", "load": 0.0, "seconds": 1.0}
+    old = {"name": "ablation", "command": COMMANDS["ablation"].args, "machine": "m", "versions": "v", "busy": 0.0, "seconds": 1.0}
     (tmp_path / "benchmarks.jsonl").write_text(json.dumps(old | {"lines": []}) + "\n")
     assert lines_of("benchmarks.all", "--only", "overlap", "--out", str(tmp_path)) == []
     kept = [json.loads(text)["name"] for text in (tmp_path / "benchmarks.jsonl").read_text().splitlines()]
