@@ -40,6 +40,7 @@ from pasync.supervisor import Command, RunFailed, Stopped, Supervisor
 from pasync.transport.channel import Keys
 
 FAILED, CANNOT_WORK, CAN_CONTINUE = 1, 2, os.EX_TEMPFAIL
+_held: list[socket.socket] = []
 STOP_WORDS = {signal.SIGINT: "Interrupted", signal.SIGTERM: "Terminated"}
 
 
@@ -303,9 +304,12 @@ def _resolved(meeting: str) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Of loopback. It stays bound as long as this process lives: nobody else is given it before the trainer listens, or ever."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # whoever asks for this very port, and sets this too, may have it
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return int(holder.getsockname()[1])
 
 
 if __name__ == "__main__":

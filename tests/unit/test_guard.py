@@ -47,7 +47,8 @@ def scratch(run_id: str, tmp_path: Path) -> Path:
 def fake_launcher(run_id: str, scratch: Path | str = "") -> subprocess.Popen[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, run_id, str(scratch)], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
+    argv = [sys.executable, "-c", LAUNCHER, run_id, str(scratch)]
+    launcher = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
     assert launcher.stdout and launcher.stdout.readline() == "up\n"
     return launcher
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 from workers import free_port
 
 from pasync.cause import Exit, find_cause, rank_exits
 from pasync.configfile import load
-from pasync.launch import run_commands
+from pasync.launch import placed, run_commands
 from pasync.placement import place
 from pasync.processes import all_in_run, kill_run
 
@@ -200,6 +201,14 @@ def test_a_node_whose_node_0_is_elsewhere_says_so(config_file: Path) -> None:
     code, lines = ended(launch(config_file, *NODES, *meet, "rollout.start_s=0.5"), config_file)
     assert code == 2 and lines[-1].endswith("node 0 must run in this very folder")
     assert all_in_run(f"{config_file.parent}/run/node-1") == []
+
+
+def test_the_port_of_a_run_is_the_trainers_from_before_it_listens(config_file: Path) -> None:
+    address = placed(load(config_file), dry_run=False).address
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", int(address.rsplit(":", 1)[1])))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as trainer:
+        trainer.bind(address)
 
 
 def test_a_run_that_ends_well_shows_said_lines_and_leaves_a_loadable_configuration(config_file: Path) -> None:
