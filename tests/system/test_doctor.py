@@ -37,7 +37,9 @@ def test_a_machine_that_can_run_the_tiny_config_is_found_fit_with_one_prompt_thr
     code, said = doctor(folder)
     pins = said.pop("packages")[0] != "ok"  # the tests run with other sets too
     assert {name: finding for name, finding in said.items() if finding[0] != "ok"} == {} and code == int(pins)
-    assert "answers 5 tokens with" in said["server"][1] and list(folder.iterdir()) == []
+    assert "answers 5 tokens with" in said["server"][1]
+    expected = ("pasync-doctor-", "torchinductor_")  # its own, if some check failed, and a cache
+    assert [path for path in folder.iterdir() if not path.name.startswith(expected)] == []
 
 
 def test_a_server_that_cannot_start_is_told_with_its_log(tmp_path):
