@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other and write docs/benchmarks.md: `python -m benchmarks.all [--only NAME ..]`.
 
-About half an hour on two quiet cores, after the first run has made the environment of TRL; the page says how long it took. What each
-command printed is kept in docs/benchmarks.jsonl beside the page: one that fails, or is not named, keeps its older lines.
+Forty minutes on the two cores of that page, after the first run has made the environment of TRL. What each command printed is kept in
+docs/benchmarks.jsonl beside the page: one that fails, or is not named, keeps its older lines.
 """
 
 from __future__ import annotations

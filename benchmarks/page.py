@@ -79,9 +79,9 @@ SECTIONS = (
         " core has the work of TRL's cores without the repeated prompts. *Of the ideal*: max(T_g, T_t) + s over pasync's step. Memory: "
         "peak of all processes. The bar is what was hoped for before it was measured.",
         {
-            "trl-short": Command("against_trl --case short", 6),
-            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 4),
-            "trl-long": Command("against_trl --case long --rounds 1", 7),
+            "trl-short": Command("against_trl --case short", 9),
+            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 5),
+            "trl-long": Command("against_trl --case long --rounds 1", 10),
         },
         (
             Column("case", "case"), Column("prompt", "prompt_tokens", 0), Column("response", "response_tokens", 0),

@@ -30,7 +30,7 @@ def start(run_id: str, env: dict[str, str], silence_s: float, scratch: str) -> s
     """Start the guard of this process's run; closing its stdin, dying, or being stopped for `silence_s` sets it off.
 
     Args:
-        scratch: a folder that it removes in the end.
+        scratch: a folder to remove then.
     """
     argv = [sys.executable, "-m", "pasync.guard", run_id, str(os.getpid()), str(silence_s), scratch]
     return subprocess.Popen(
@@ -52,8 +52,8 @@ def main() -> None:
                 process.kill()
     said = sys.stdin.buffer.read()
     killed = kill_run(run_id)
-    shutil.rmtree(scratch, ignore_errors=True)
     if said != QUIET:
+        shutil.rmtree(scratch, ignore_errors=True)
         text = f"the launcher (pid {launcher}) {why}; ended the {killed} processes it had started"
         print(f"{ProcessDied.__name__}: {text}", file=sys.stderr)
 

@@ -12,6 +12,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -98,7 +99,7 @@ class Child:
 class Supervisor:
     """The processes of the run in `run_dir`; leaving the `with` block ends every one of them, whatever happened.
 
-    Sockets that vLLM leaves behind, and folders that torchrun does, are in one of their own, which the guard removes.
+    Sockets that vLLM leaves behind, and folders that torchrun does, are in a folder that goes with the run.
 
     The run's marker is its folder, so a folder holds one live run.
 
@@ -310,6 +311,7 @@ class Supervisor:
             for child in self.children:
                 child.process.wait(STOP_S)
             self._guard.process.communicate(guard.QUIET, STOP_S)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
