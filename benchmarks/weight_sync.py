@@ -3,7 +3,7 @@
     core 1: makes tensors, sends  ==broadcast==>  core 0: a receiver that copies each tensor into weights it holds, as vLLM's load does
 
     raw         as many bytes in gloo broadcasts as large as a bucket, back to back, from and into one that stays in a cache: the limit
-    in_place    the same, but received where every byte stays: what no way to carry weights can be faster than
+    in_place    the same, but received where every byte stays, as weights have to be
     per_tensor  one broadcast per tensor
     bucketed    one flat buffer: fill, send, load, one after the other
     overlapped  WeightSender and WeightReceiver

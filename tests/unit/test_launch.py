@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +48,8 @@ def config_file(tmp_path: Path):
     (model / "config.json").write_text('{"max_position_embeddings": 1024}')
     (model / "model.safetensors").touch()
     (tmp_path / "t.jsonl").write_text("")
-    (tmp_path / "temporary").mkdir()
+    temporary = tempfile.mkdtemp(dir="/tmp")  # short, or the run's folder of sockets would lie elsewhere
+    (tmp_path / "temporary").symlink_to(temporary)
     path = tmp_path / "tiny.yaml"
     path.write_text(
         f"""
@@ -63,6 +66,7 @@ run: {{dir: {tmp_path}/run}}
     )
     yield path
     kill_run(str(tmp_path / "run"))
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def free(port: int) -> bool:
@@ -71,7 +75,7 @@ def free(port: int) -> bool:
 
 
 def python(config_file: Path, *arguments: str) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7", "TMPDIR": str(config_file.parent / "temporary")}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "7", "TMPDIR": str((config_file.parent / "temporary").resolve())}
     pipe = subprocess.PIPE
     command = [sys.executable, *arguments]
     return subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=env, cwd=config_file.parent)

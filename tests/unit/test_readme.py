@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.all import read_records
-from benchmarks.page import text_of
+from benchmarks.page import COMMANDS, text_of
 from pasync.reference import pages
 from pasync.rewards.functions import resolve
 
@@ -163,6 +163,13 @@ def test_the_reference_pages_are_those_of_the_code() -> None:
 
 def test_the_page_of_benchmarks_is_that_of_its_lines() -> None:
     assert PAGES["docs/benchmarks.md"] == text_of(read_records(ROOT / "docs" / "benchmarks.jsonl")), "python -m benchmarks.all --only"
+
+
+@pytest.mark.xfail(strict=True, reason="measured: 40 minutes, 25 of them against TRL")
+def test_all_benchmarks_took_less_than_half_an_hour() -> None:
+    records = read_records(ROOT / "docs" / "benchmarks.jsonl")
+    assert records.keys() == COMMANDS.keys()
+    assert sum(record["seconds"] for record in records.values()) < 30 * 60
 
 
 def test_the_code_page_lists_every_module_and_nothing_that_is_gone() -> None:
