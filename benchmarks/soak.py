@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--stub", action="store_true", help="servers without vLLM")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
-    warm_up = min(options.iterations // 4, 500)
+    warm_up = min(options.iterations // 2, 500)  # a rank was seen to take megabytes in its first 200, and no more
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         module = ["benchmarks.stub_run", "launch"] if options.stub else ["pasync.launch"]

@@ -271,11 +271,13 @@ class RolloutProducer:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while True:
                 for server, message in self._channel.receive(self.config.rollout.heartbeat_s):
                     self._fleet.handle(server, message)
                 while not self._commands.empty():
                     self._commands.get()()
+                if self._stopping:
+                    return  # servers leave as soon as they are told: one that is gone now is not lost
                 self._fleet.dispatch()
                 self._fleet.check()
                 self._show()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +59,15 @@ def console(run: Path) -> str:
     return run.with_suffix(".console").read_text()
 
 
-def wait_for_line(path: Path, text: str, process: subprocess.Popen[str], timeout_s: float = RUN_S) -> None:
-    """Return when a log file contains `text`; fail if the run ends or the time is up before."""
+def wait_for_line(path: Path, pattern: str, process: subprocess.Popen[str], timeout_s: float = RUN_S) -> re.Match[str]:
+    """What matches in a log file, once something does; fail if the run ends or the time is up before."""
     end = time.monotonic() + timeout_s
-    while not (path.exists() and text in path.read_text(errors="replace")):
-        assert process.poll() is None, f"the run ended before {text!r}"
-        assert time.monotonic() < end, f"{text!r} did not appear within {timeout_s} s"
-        try:
+    while not (found := re.search(pattern, path.read_text(errors="replace") if path.exists() else "")):
+        assert process.poll() is None, f"the run ended before {pattern!r}"
+        assert time.monotonic() < end, f"{pattern!r} did not appear within {timeout_s} s"
+        with suppress(subprocess.TimeoutExpired):
             process.wait(0.02)
-        except subprocess.TimeoutExpired:
-            continue
+    return found
 
 
 def processes_of(run: Path) -> list[psutil.Process]:

@@ -108,7 +108,7 @@ def test_growth_prints_a_line_for_all_that_costs_depend_on():
 
 
 def test_a_few_hundred_iterations_leave_memory_files_threads_and_sockets_of_every_process_as_they_were():
-    line = line_of("benchmarks.soak", "--stub", "--iterations", "300")
+    line = line_of("benchmarks.soak", "--stub", "--iterations", "600")
     kinds = {name.split(" ")[0] for name in line["growth_per_100"]}
     assert {"launcher", "guard", "torchrun", "rank-0", "server", "reward"} <= kinds
     assert line["flat"], line["over"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from harness import STUB, TINY, completed, console, finish, gone_within, metrics, processes_of, start, wait_for_line
+from harness import STUB, TINY, completed, finish, gone_within, metrics, processes_of, start, wait_for_line
 from safetensors.torch import load_file
 
 from pasync.configfile import load
@@ -110,12 +110,9 @@ def test_used_up_restarts_end_the_run_by_name(tmp_path):
     first = at_iteration(run, process, 0)[0]
     os.kill(first, signal.SIGKILL)
     ranks = run / "logs" / "ranks.log"
-    successor = re.compile(rf"weights go to server-0 \(pid (?!{first}\))(\d+)\)")
+    successor = rf"weights go to server-0 \(pid (?!{first}\))(\d+)\)"
     wait_for_line(run.with_suffix(".console"), "server-0 is started again, 0 restarts are left", process)
-    wait_for_line(ranks, "weights go to server-1", process)
-    while not (found := successor.search(ranks.read_text())):
-        assert process.poll() is None, console(run)
-    os.kill(int(found[1]), signal.SIGKILL)
+    os.kill(int(wait_for_line(ranks, successor, process)[1]), signal.SIGKILL)
     code, text = ended(process, run)
     last = text.strip().splitlines()[-2]
     assert code == 1 and "ProcessDied: server-0" in last and "SIGKILL" in last

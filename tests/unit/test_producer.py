@@ -371,6 +371,16 @@ def test_without_any_server_the_wait_ends_and_a_restarted_one_finishes_the_batch
         each.close()
 
 
+def test_a_server_that_leaves_because_the_run_is_over_is_not_lost(tmp_path, address, monkeypatch):
+    server, sent = ScriptedServer(address, 0), []
+    with mustered(config(tmp_path, "rollout.max_restarts=1", "rollout.heartbeat_s=1e-6"), address) as producer:  # a ping is always due
+        send = producer._channel.send
+        monkeypatch.setattr(producer._channel, "send", lambda name, message: (sent.append(type(message)), send(name, message)))
+        wait_until(lambda: Ping in sent)
+    assert sent[-1] is Stop  # whatever came after it might find nobody
+    server.close()
+
+
 def test_without_any_server_a_sync_waits_no_longer_than_the_deadline(tmp_path, address):
     server = ScriptedServer(address, 0)
     with mustered(config(tmp_path, "rollout.deadline_s=0.5"), address) as producer:
