@@ -71,7 +71,7 @@ class Case:
 
 
 CASES = {
-    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8, at_once=32, trl_micro_batch=8, bar=3.0),
+    "short": Case("smollm2-135m-instruct", 60, 64, groups=8, responses=8, at_once=16, trl_micro_batch=8, bar=3.0),
     "long": Case("smollm2-135m-instruct", 1024, 64, groups=2, responses=16, at_once=16, trl_micro_batch=4, bar=8.0),
     "curve": Case(
         "tiny-sort", 8, 10, groups=64, responses=8, at_once=64, trl_micro_batch=64, trl_threads=1,
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="short")
     parser.add_argument("--kl-coef", type=float, default=0.0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=2, help="of one step of TRL and one run of pasync each")
+    parser.add_argument("--rounds", type=int, default=1, help="of one step of TRL and one run of pasync each")
     parser.add_argument("--iterations", type=int, default=1, help="measured iterations of each run of pasync")
     parser.add_argument("--seeds", type=int, default=3, help="of curve")
     parser.add_argument("--trl-python", help="an interpreter that has TRL; by default made by setup.sh")

@@ -1,6 +1,6 @@
 """Run the benchmarks one after the other and write docs/benchmarks.md: `python -m benchmarks.all [--only NAME ..]`.
 
-Forty minutes on the two cores of that page, after the first run has made the environment of TRL. What each command printed is kept in
+Twenty-five minutes on the two cores of that page, after the first run has made the environment of TRL. What each command printed is kept in
 docs/benchmarks.jsonl beside the page: one that fails, or is not named, keeps its older lines.
 """
 

@@ -77,11 +77,12 @@ SECTIONS = (
         "with one core to serve and one to train: the same SmolLM2-135M, prompts, *K*, response length and type, steps in turn. The "
         "limit is what pasync could reach if a core computed as much in a second on both sides: generation hidden, and its one training"
         " core has the work of TRL's cores without the repeated prompts. *Of the ideal*: max(T_g, T_t) + s over pasync's step. Memory: "
-        "peak of all processes. The bar is what was hoped for before it was measured.",
+        "peak of all processes. The bar is what was hoped for before it was measured; what stands in its way: "
+        "[reproducing.md](reproducing.md#against-trl).",
         {
-            "trl-short": Command("against_trl --case short", 9),
-            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04 --rounds 1", 5),
-            "trl-long": Command("against_trl --case long --rounds 1", 10),
+            "trl-short": Command("against_trl --case short", 3.5),
+            "trl-short-kl": Command("against_trl --case short --kl-coef 0.04", 4),
+            "trl-long": Command("against_trl --case long", 7.5),
         },
         (
             Column("case", "case"), Column("prompt", "prompt_tokens", 0), Column("response", "response_tokens", 0),
@@ -97,7 +98,7 @@ SECTIONS = (
         "Ten steps of both on the sorting task, means over seeds; the same learning rate, normaliser, advantage, clipping and optimizer. "
         "Below: how far the means of whole runs are apart, in standard errors between seeds; up to 2.8 is what chance does (three seeds "
         "each, 95%).",
-        {"trl-curve": Command("against_trl --case curve", 3.5)},
+        {"trl-curve": Command("against_trl --case curve", 3)},
         (
             Column("step", "step"), Column("reward", "reward", 3), Column("TRL", "trl_reward", 3), Column("loss", "loss", 3),
             Column("TRL", "trl_loss", 3), Column("gradient norm", "gradient_norm"), Column("TRL", "trl_gradient_norm"),
@@ -109,7 +110,7 @@ SECTIONS = (
         "One server and one rank, the same work in every variant, one iteration of each in turn. *Speed-up* and its limit are against the"
         " first line; `python -m benchmarks.ablation --help` says how limits follow from that line's times. On one server with responses "
         "of one length all admissions have the same limit.",
-        {"ablation": Command("ablation", 4.5)},
+        {"ablation": Command("ablation", 3)},
         (
             Column("variant", "case"), Column("T_g, s", "generate_s"), Column("T_t, s", "train_s"), Column("s, s", "sync_s"),
             Column("step, s", "step_s"), Column("speed-up", "speedup"), Column("limit", "limit"), Column("of the limit", "of_limit"),
@@ -119,7 +120,7 @@ SECTIONS = (
     Section(
         "Sync and periodic",
         "Limit: max(T_g, T_t) + s.",
-        {"overlap": Command("overlap --pairs 2", 2.5)},
+        {"overlap": Command("overlap --pairs 2", 2)},
         (
             Column("case", "case"), Column("T_g : T_t", "generate_over_train"), Column("sync, s", "sync_step_s", 1),
             Column("periodic, s", "periodic_step_s", 1), Column("limit, s", "ideal_step_s", 1), Column("speed-up", "speedup"),
@@ -132,7 +133,7 @@ SECTIONS = (
         "prompt with every response. Only its experimental AsyncGRPOTrainer folds prefixes into a tree "
         "(`trl/experimental/async_grpo/packing.py` of 1.16), and that is no peer here: its attention is a FlashAttention-3 kernel for "
         "CUDA (on ROCm another one), and it wants a vLLM server on a device of its own. On a CPU it does not run.",
-        {"shared-prompt": Command("shared_prompt --case 64,256,8 1024,64,16 --dtype float32", 2)},
+        {"shared-prompt": Command("shared_prompt --case 64,256,8 1024,64,16 --dtype float32", 2.5)},
         (
             Column("prompt, response, *K*", "case"), Column("faster", "gain"), Column("limit", "limit"), Column("of the limit", "of_limit"),
             Column("less memory", "memory_gain"), Column("than prefix-grouper: faster", "vs_prefix_grouper"),
@@ -144,7 +145,7 @@ SECTIONS = (
         "Weight sync",
         "Limit: bare broadcasts of the same bytes over loopback. *reload* is a file that the sender writes and the receiver loads from "
         "the page cache: a real disk is slower.",
-        {"weight-sync": Command("weight_sync --model smollm2-135m", 1.5)},
+        {"weight-sync": Command("weight_sync --model smollm2-135m", 1)},
         (
             Column("weights and method", "case"), Column("seconds", "seconds", 3), Column("GB/s", "gb_per_s"),
             Column("limit", "raw_gb_per_s"), Column("of the limit", "of_limit"),
@@ -154,7 +155,7 @@ SECTIONS = (
     Section(
         "How costs grow",
         "Slope in a log-log plot: 1 grows in proportion, 0 not at all.",
-        {"growth": Command("growth --rounds 2", 2)},
+        {"growth": Command("growth --rounds 2", 1)},
         (
             Column("of", "of"), Column("what", "what"), Column("from", "first_values", 0), Column("to", "last_values", 0),
             Column("at first, s", "first_results", 4), Column("at last, s", "last_results", 4), Column("slope", "slope"),

@@ -69,7 +69,7 @@ def test_a_slow_one_prints_its_lines(command):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "case", [("short", "--rounds", "1", "--kl-coef", "0.04"), ("long", "--rounds", "1"), ("curve", "--seeds", "2")], ids=lambda c: c[0]
+    "case", [("short", "--kl-coef", "0.04"), ("long",), ("curve", "--seeds", "2")], ids=lambda c: c[0]
 )
 def test_against_trl_prints_its_line(case):
     (line,) = lines_of("benchmarks.against_trl", "--case", *case, timeout=1700)  # set-up of TRL included
