@@ -122,7 +122,8 @@ def test_periodic_lies_between_the_ideal_and_sync(groups, config, rates):
 
 
 @settings(deadline=None)
-@given(works, layouts, rates, st.floats(0.01, 100))
-def test_everything_scales_with_the_rates(groups, config, rates, factor):
+@given(works, layouts, rates, st.integers(-7, 7))
+def test_everything_scales_with_the_rates(groups, config, rates, exponent):
+    factor = 2.0**exponent  # without rounding, which would let events that come together change places
     slower = Rates(*(factor * getattr(rates, name) for name in list(vars(rates))[:-1]))
     assert simulate(config, groups, slower).step_s == pytest.approx(factor * simulate(config, groups, rates).step_s, rel=1e-6)
