@@ -74,10 +74,10 @@ SECTIONS = (
     Section(
         "End to end against TRL",
         "GRPOTrainer of TRL on both cores (transformers' generate of the whole batch at once, its fastest micro-batches) and pasync "
-        "with one core to serve and one to train: the same SmolLM2-135M, prompts, *K*, response length and type, steps in turn. The "
-        "limit is what pasync could reach if a core computed as much in a second on both sides: generation hidden, and its one training"
-        " core has the work of TRL's cores without the repeated prompts. *Of the ideal*: max(T_g, T_t) + s over pasync's step. Memory: "
-        "peak of all processes. The bar is what was hoped for before it was measured; what stands in its way: "
+        "with one core to serve and one to train: the same SmolLM2-135M, prompts, *K*, response length and type, one step of each after "
+        "a warm-up. The limit is what pasync could reach if a core computed as much in a second on both sides: generation hidden, and its "
+        "one training core has the work of TRL's cores without the repeated prompts. *Of the ideal*: max(T_g, T_t) + s over pasync's "
+        "step. Memory: peak of all processes. The bar is what was hoped for before it was measured; what stands in its way: "
         "[reproducing.md](reproducing.md#against-trl).",
         {
             "trl-short": Command("against_trl --case short", 3.5),
