@@ -67,7 +67,9 @@ class Engine:
     def _receive(self) -> int:
         from pasync.transport.weights import SUM_MODULUS, checksum
 
-        return sum(checksum([tensor]) for _, tensor in self._receiver.receive()) % SUM_MODULUS
+        sums: list[int] = []
+        self._receiver.receive(lambda weights: sums.extend(checksum([tensor]) for _, tensor in weights), held=[])
+        return sum(sums) % SUM_MODULUS
 
 
 class Tokenizer:

@@ -33,6 +33,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.memory import keep_memory
@@ -42,7 +43,6 @@ from pasync.config import Config
 from pasync.configfile import load
 from pasync.messages import Joined, Message, Sync, Synced
 from pasync.transport.broadcast import BroadcastGroup, Bucket, bucket_numel, views
-from pasync.transport.communicator import communicator
 from pasync.transport.weights import SUM_MODULUS, WeightReceiver, WeightSender, checksum
 
 CHECKED = "_checked"
@@ -110,7 +110,7 @@ class Link:
         store = BroadcastGroup.open_store("127.0.0.1", 0 if is_sender else pipe.recv(), 2, DEADLINE_S, is_sender=is_sender)
         if is_sender:
             pipe.send(store.port)
-        self.gloo = communicator("cpu", store, int(not is_sender), 2, torch.device("cpu"), timedelta(seconds=DEADLINE_S))
+        self.gloo: Any = dist.ProcessGroupGloo(store, int(not is_sender), 2, timedelta(seconds=DEADLINE_S))
         self.buckets, self.file = buckets, file
         sizes = [bucket_numel(bucket) for bucket in buckets]
         self.buffer = torch.zeros(max(sizes), dtype=dtype)
@@ -121,14 +121,14 @@ class Link:
     def broadcast(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """Every tensor, once it has arrived."""
         for tensor in tensors:
-            self.gloo.broadcast(tensor, 0)
+            self.gloo.broadcast(tensor, 0).wait()
             yield tensor
 
     def send(self, method: str, weights: Iterator[tuple[str, Tensor]], checked: bool) -> int:
         """The sum of what was sent, if checked."""
         if method == "reload":
             save(self.file, weights)
-            self.gloo.broadcast(self.buffer[:1], 0)  # it is there
+            self.gloo.broadcast(self.buffer[:1], 0).wait()  # it is there
             return 0
         sent = self.pieces if method in ("raw", "in_place") else self._filled(weights) if method == "bucketed" else (t for _, t in weights)
         return sum(checksum([tensor]) if checked else 0 for tensor in self.broadcast(sent)) % SUM_MODULUS
@@ -136,7 +136,7 @@ class Link:
     def receive(self, method: str, memory: Tensor, held: dict[str, Tensor]) -> None:
         """The other end of `send`; the weights go into `held`, parts of `memory`."""
         if method == "reload":
-            self.gloo.broadcast(self.buffer[:1], 0)
+            self.gloo.broadcast(self.buffer[:1], 0).wait()
             for name, tensor in saved_weights(self.file):
                 held[name].copy_(tensor)
             return
@@ -163,17 +163,21 @@ def serve(pipe: Connection, core: int, dtype: torch.dtype, file: Path) -> None:
     """The receiver's process: Join, then one method after the other until "end"; answers with the sum of what it holds."""
     keep_memory()
     devices.pin([core])
-    receiver = WeightReceiver("cpu", pipe.recv(), 0, torch.device("cpu"), dtype)
+    receiver = WeightReceiver("cpu", join := pipe.recv(), 0, torch.device("cpu"), dtype)
     pipe.send(None)
     weights = list(chain.from_iterable(receiver.buckets))
     memory = torch.zeros(bucket_numel(weights), dtype=dtype)
     held = dict(zip((name for name, _ in weights), views(memory, weights), strict=True))
-    link = Link(pipe, receiver.buckets, receiver.max_numel, dtype, file, is_sender=False)
+    link = Link(pipe, receiver.buckets, join["max_numel"], dtype, file, is_sender=False)
+
+    def load(weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            held[name].copy_(tensor)
+
     while (command := pipe.recv()) != "end":
         method = command.removesuffix(CHECKED)
         if method == "overlapped":
-            for name, tensor in receiver.receive():
-                held[name].copy_(tensor)
+            receiver.receive(load, held.values())
         else:
             link.receive(method, memory, held)
         pipe.send(checksum(held.values()) if command.endswith(CHECKED) else None)
@@ -216,7 +220,7 @@ def seconds(command: str, server: OneServer, sender: WeightSender, link: Link, w
     method, checked = command.removesuffix(CHECKED), command.endswith(CHECKED)
     began = time.perf_counter()
     if method == "overlapped":
-        sender.publish(weights, version=0 if checked else 1)
+        sender.publish(weights, version=2 if checked else 3)  # the first two are checked in any case
     else:
         server.pipe.send(command)
         sent = link.send(method, weights, checked)
@@ -233,7 +237,7 @@ def measure(model: str, dtype_name: str, layers: int | None, rounds: int, core: 
     with tempfile.TemporaryDirectory(dir=disk_folder()) as folder, receiver(core, dtype, file := Path(folder) / "weights") as server:
         sender = WeightSender(configuration(Path(folder), dtype_name), server, shapes, "cpu")
         link = Link(server.pipe, sender.buckets, sender.max_numel, dtype, file, is_sender=True)
-        sender.publish(((name, memory[tuple(shape)]) for name, shape in shapes), version=0)  # the first one is checked whatever its version
+        sender.publish(((name, memory[tuple(shape)]) for name, shape in shapes), version=0)
         for _ in range(1 + rounds):
             for command, of_command in times.items():
                 of_command.append(seconds(command, server, sender, link, ((name, memory[tuple(shape)]) for name, shape in shapes)))

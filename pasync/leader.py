@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pasync import checkpoint
@@ -84,10 +86,12 @@ class Publisher:
                 self._sender.close()
             kind, host = self.placement.kind, self.placement.host
             self._sender = WeightSender(self.config, self.servers, self.trainer.models.shapes, kind, host)
-        self._sender.publish(self.trainer.models.weights(), t)
-        if not self._sender.due(t):
-            return None
-        return self._sender.probe(self.probe_ids, self.trainer.sequence_logprobs(self.probe_ids), t)
+        ours = self._sender.publish(self.trainer.models.weights(), t, partial(self._logprobs, self._sender, t))
+        return None if ours is None else self._sender.probe(self.probe_ids, ours, t)
+
+    def _logprobs(self, sender: WeightSender, t: int) -> Tensor | None:
+        """The trainer's of the probe sequence, if a probe is due."""
+        return self.trainer.sequence_logprobs(self.probe_ids) if sender.due(t) else None
 
 
 class Leader:

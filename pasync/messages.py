@@ -109,7 +109,7 @@ class Join(Message, frozen=True, tag="join"):
     buckets: list[list[tuple[str, list[int]]]]
     """Names and shapes of the tensors of every bucket, in the order they are sent."""
     max_numel: int
-    """Numbers of one broadcast at most: a larger tensor, always a bucket of its own, travels in pieces."""
+    """Numbers of a bucket at most; a larger tensor is always a bucket of its own."""
 
 
 class Generate(Message, frozen=True, tag="generate"):

@@ -259,11 +259,11 @@ class ParallelConfig(Section):
 
 class SyncConfig(Section):
     bucket_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Weights are sent in flat buckets of at most this size; a larger weight travels in pieces of it."""
+    """Weights are sent in buckets of at most this size; a larger weight travels alone."""
     deadline_s: float = Field(120.0, gt=0)
     """Longest wait for one bucket of a weight transfer, on both sides, and for the servers' acknowledgements."""
     probe_every: int = Field(1, ge=1)
-    """Check the servers' weights (sum of what they hold, log-probs of a fixed sequence) after every n-th sync."""
+    """Check the servers' weights (sum of what they hold, log-probs of a fixed sequence) after every n-th sync, and after the first two."""
     probe_tolerance: float | None = Field(None, gt=0)
     """Largest mean |trainer - server| log-prob difference of the probe; unset means 0.001 in float32, 0.15 in bfloat16."""
 

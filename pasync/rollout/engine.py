@@ -67,7 +67,7 @@ class WorkerExtension:
         assert receiver is not None
         try:
             with torch.no_grad():
-                model.load_weights(receiver.receive())
+                receiver.receive(model.load_weights, model.parameters())
                 for layer in model.modules():
                     if hasattr(layer, "cpu_linear"):
                         _pack_a_copy(layer, remove_weight=False)

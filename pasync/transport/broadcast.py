@@ -1,15 +1,16 @@
-"""Many tensors as few large broadcasts: names and shapes in, flat buckets and the group that carries them out.
+"""Many tensors in few parcels: names and shapes in, buckets and the group that carries them out.
 
-    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      a bucket is one broadcast, if too large several
+    shapes --plan_buckets()--> [[a b c] [d] [e f ..] ..]      a bucket travels as one parcel
 
-    caller        start 0 | start 1 | wait 0 |    ..          never waits longer than the timeout
-    group thread      | broadcast 0 | broadcast 1 | ..        in the order of the starts, until the device is done
+    caller        start 0 | start 1 | wait 0 |    ..           never waits longer than the timeout
+    group thread      begin 0 | begin 1 | end 0 | end 1 | ..   in the order of the starts; waits for an end when there is nothing to begin
 """
 
 from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -21,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pasync.transport.communicator import Communicator, communicator
+from pasync.transport.communicator import Call, Communicator, communicator
 
 Bucket = list[tuple[str, list[int]]]
-Call = Callable[[], None]
+Begin = Callable[[], Call]
+"""Begins something; what it returns waits for the end of it."""
 
 
 class Work:
@@ -59,7 +61,7 @@ class BroadcastGroup:
         self._device, self._timeout_s, self._module = device, timeout_s, torch.get_device_module(device)
         self._missing = "a server" if rank == 0 else "the trainer or another server"
         self._store = dist.PrefixStore("weights", store)
-        self._calls: SimpleQueue[tuple[Call, Future[None]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Begin, Future[None]]] = SimpleQueue()
         self._communicator: Communicator | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="broadcasts", daemon=True)
@@ -77,20 +79,20 @@ class BroadcastGroup:
         timeout = timedelta(seconds=timeout_s)
         return dist.TCPStore(host, port, world_size, is_master=is_sender, timeout=timeout, wait_for_workers=False)
 
-    def start(self, tensor: Tensor) -> Work:
-        """Begin to bring rank 0's tensor to all others and return at once; all ranks must start the same tensors in the same order.
+    def start(self, parcel: list[Tensor]) -> Work:
+        """Begin to bring rank 0's tensors to all others and return at once; all ranks must start the same parcels in the same order.
 
-        The broadcast begins after what the current stream has been given so far. The tensor may be neither written to nor, off rank 0,
+        The broadcast begins after what the current stream has been given so far. The tensors may be neither written to nor, off rank 0,
         read before the returned work's `wait()`.
         """
         ready = self._module.Event()
         ready.record()
-        return self._submit(partial(self._broadcast, tensor, ready))
+        return self._submit(partial(self._broadcast, parcel, ready))
 
     def close(self) -> None:
         """Leave the group and return at once; what was started and has not begun never will. A second time does nothing.
 
-        A broadcast under way comes first. It ends when a peer's connection is closed, and by twice the timeout; with NCCL at once, with
+        Broadcasts under way come first. They end when a peer's connection is closed, and by twice the timeout; with NCCL at once, with
         HCCL maybe never. Then the thread ends, and whoever waits for this process comes out with an error, unless his own timeout came
         before.
         """
@@ -99,44 +101,59 @@ class BroadcastGroup:
         if self._communicator:
             self._communicator.abort()
         self._closed = True
-        self._submit(_nothing)
+        self._submit(lambda: _nothing)  # only wakes the thread
 
-    def _submit(self, call: Call) -> Work:
+    def _submit(self, begin: Begin) -> Work:
         done: Future[None] = Future()
-        self._calls.put((call, done))
+        self._asked.put((begin, done))
         return Work(done, self._timeout_s, self._missing)
 
     def _serve(self) -> None:
         """The thread: woken by `_submit`, ended by `close`, also when that came before it had entered."""
-        while not self._closed:
-            _run(*self._calls.get())  # a function of its own, so that the idle thread keeps no tensor
+        begun: deque[tuple[Call, Future[None]]] = deque()
+        while not self._closed:  # in functions of their own, so that the idle thread keeps no tensor
+            if begun and self._asked.empty():
+                _end(*begun.popleft())
+            else:
+                begun.append(_begin(*self._asked.get()))
+        for broadcast in begun:
+            _end(*broadcast)
         if self._communicator:
             self._communicator.close()
 
-    def _enter(self, kind: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    def _enter(self, kind: str, rank: int, world_size: int, timeout: timedelta) -> Call:
         self._module.set_device(self._device)  # a thread begins on device 0
         self._stream = self._module.Stream()
         self._communicator = communicator(kind, self._store, rank, world_size, self._device, timeout)
+        return _nothing
 
-    def _broadcast(self, tensor: Tensor, ready: torch.Event) -> None:
+    def _broadcast(self, parcel: list[Tensor], ready: torch.Event) -> Call:
         ready.synchronize()  # and no wait of streams: a call of HCCL bypasses the queue through which torch_npu launches its own
         assert self._communicator
-        self._communicator.broadcast(tensor, 0, self._stream)
-        done = self._module.Event()
-        done.record(self._stream)
-        done.synchronize()
+        return self._communicator.broadcast(parcel, self._stream)
 
 
 def _nothing() -> None:
-    """Only wakes the thread."""
+    pass
 
 
-def _run(call: Call, done: Future[None]) -> None:
+def _begin(begin: Begin, done: Future[None]) -> tuple[Call, Future[None]]:
     try:
-        call()
+        return begin(), done
+    except Exception as error:
+        return partial(_raise, error), done
+
+
+def _end(end: Call, done: Future[None]) -> None:
+    try:
+        end()
         done.set_result(None)
     except Exception as error:
         done.set_exception(error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Buffers:
@@ -156,15 +173,15 @@ class Buffers:
         return next(self._turn)[:numel] if numel <= self.numel else self._make(numel)
 
 
-def plan_buckets(shapes: Bucket, max_numel: int, alone_numel: int) -> list[Bucket]:
-    """Cut a list of tensors into consecutive buckets of at most `max_numel` numbers; larger ones, and from `alone_numel` on, are alone."""
+def plan_buckets(shapes: Bucket, max_numel: int) -> list[Bucket]:
+    """Cut a list of tensors into consecutive buckets of at most `max_numel` numbers; larger tensors are alone."""
     buckets: list[Bucket] = []
     room = 0
     for name, shape in shapes:
         numel = math.prod(shape)
-        if numel > room or numel >= alone_numel:
+        if numel > room:
             buckets.append([])
-            room = 0 if numel >= alone_numel else max_numel
+            room = max_numel
         buckets[-1].append((name, list(shape)))
         room -= numel
     return buckets

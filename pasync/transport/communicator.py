@@ -1,7 +1,7 @@
-"""Who carries a broadcast: gloo, NCCL or HCCL, all behind the one call of vllm-ascend's communicator.
+"""Who carries tensors from rank 0 to all others: gloo, NCCL or HCCL, behind one call.
 
     cpu   ProcessGroupGloo --+
-    cuda  ProcessGroupNCCL --+--> broadcast(tensor, src, stream): put on the stream, on cpu done when it returns
+    cuda  ProcessGroupNCCL --+--> broadcast(tensors, stream) --> call that waits for the end
     npu   PyHcclCommunicator-+
 
 The only file that imports vllm_ascend.
@@ -9,6 +9,7 @@ The only file that imports vllm_ascend.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -18,11 +19,18 @@ from torch import Tensor
 
 from pasync.errors import WeightSyncError
 
+Call = Callable[[], None]
+
 
 class Communicator(Protocol):
     """One process's end of a group outside torch's default one."""
 
-    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None: ...
+    def broadcast(self, tensors: list[Tensor], stream: Any) -> Call:
+        """Begin to bring rank 0's tensors to all others, which give as many of the same shapes to write into.
+
+        Returns:
+            Blocks until this rank is done with them.
+        """
 
     def abort(self) -> None:
         """From another thread: end a broadcast that is under way, if this backend can."""
@@ -31,34 +39,64 @@ class Communicator(Protocol):
         """Leave the group. Not during a broadcast."""
 
 
-class TorchCommunicator:
-    """A process group of torch's own.
+class GlooCommunicator:
+    """Sends and receives of torch's gloo: of many tensors one follows the other at once, while in broadcasts all wait for each.
 
     Args:
-        timeout: after which gloo raises and NCCL's watchdog ends the process.
+        timeout: after which it raises.
     """
 
-    def __init__(self, kind: str, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        if kind == "cpu":
-            self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        self._others = range(1, world_size) if rank == 0 else None
 
-    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """Bring rank `src`'s tensor to all others."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = src, 0
-        with torch.get_device_module(tensor.device).stream(stream):
-            self._group.broadcast([tensor], options).wait()
+    def broadcast(self, tensors: list[Tensor], stream: Any) -> Call:
+        """As in `Communicator`; no stream, as there is no device that has one."""
+        group, others = self._group, self._others
+        if others is None:
+            works = [group.recv([tensor], 0, i) for i, tensor in enumerate(tensors)]
+        else:
+            works = [group.send([tensor], to, i) for i, tensor in enumerate(tensors) for to in others]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def abort(self) -> None:
-        """NCCL can. Gloo goes on until a connection is closed or its time is up."""
-        self._group.abort()
+        """Gloo cannot: it goes on until a connection is closed or its time is up."""
 
     def close(self) -> None:
         """Close the connections: whoever waits for this process in gloo comes out with an error."""
+        del self._group
+
+
+class NcclCommunicator:
+    """A process group of torch's own.
+
+    Args:
+        timeout: after which the watchdog ends the process.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        self._group: Any = dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+    def broadcast(self, tensors: list[Tensor], stream: Any) -> Call:
+        """As in `Communicator`, on the stream."""
+        with torch.cuda.stream(stream):
+            for tensor in tensors:
+                self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+        return _end(tensors, stream)
+
+    def abort(self) -> None:
+        """End what is under way."""
+        self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group."""
         del self._group
 
 
@@ -68,9 +106,11 @@ class HcclCommunicator:
     def __init__(self, made: Any) -> None:
         self._made = made
 
-    def broadcast(self, tensor: Tensor, src: int, stream: Any = None) -> None:
-        """Put on the stream: bring rank `src`'s tensor to all others."""
-        self._made.broadcast(tensor, src, stream)
+    def broadcast(self, tensors: list[Tensor], stream: Any) -> Call:
+        """As in `Communicator`, on the stream."""
+        for tensor in tensors:
+            self._made.broadcast(tensor, 0, stream)
+        return _end(tensors, stream)
 
     def abort(self) -> None:
         """HCCL cannot: it goes on until HCCL_EXEC_TIMEOUT."""
@@ -89,8 +129,10 @@ def communicator(kind: str, store: dist.Store, rank: int, world_size: int, devic
     Raises:
         WeightSyncError: HCCL cannot be loaded.
     """
-    if kind != "npu":
-        return TorchCommunicator(kind, store, rank, world_size, timeout)
+    if kind == "cpu":
+        return GlooCommunicator(store, rank, world_size, timeout)
+    if kind == "cuda":
+        return NcclCommunicator(store, rank, world_size, timeout)
     from vllm_ascend.distributed.device_communicators.pyhccl import PyHcclCommunicator, StatelessProcessGroup
 
     class Meeting(StatelessProcessGroup):  # type: ignore[misc]
@@ -105,3 +147,10 @@ def communicator(kind: str, store: dist.Store, rank: int, world_size: int, devic
     if made.disabled or not made.available:
         raise WeightSyncError("HCCL could not be loaded (libhccl.so, or HCCL_SO_PATH): its communicator would send nothing, in silence")
     return HcclCommunicator(made)
+
+
+def _end(tensors: list[Tensor], stream: Any) -> Call:
+    """Blocks until the tensors' device has done what the stream has been given so far."""
+    event = torch.get_device_module(tensors[0].device).Event()
+    event.record(stream)
+    return event.synchronize  # type: ignore[no-any-return]

@@ -1,10 +1,14 @@
 """Weights from training rank 0 to every vLLM worker, once per iteration.
 
-    rank 0: WeightSender.publish  == flat buckets, broadcast (gloo | NCCL | HCCL) ==>  worker: WeightReceiver.receive
+    rank 0: WeightSender.publish  == buckets, broadcast (gloo | NCCL | HCCL) ==>  worker: WeightReceiver.receive
 
-    sender     fill 0 | fill 1, sum 0 | fill 2, sum 1 | ..        while a bucket travels the next is made ready,
+    sender     make 0 | make 1, sum 0 | make 2, sum 1 | ..        while a bucket travels the next is made ready,
     transfer          |    bucket 0   |    bucket 1   | ..        and the one before is loaded
     receiver                          |     load 0    | ..
+
+On an accelerator a bucket is one flat tensor: copies within its memory cost little, each broadcast a launch. On cpu the copies of both
+sides cost as much as the transfer. There a bucket's tensors travel from where they lie, and once it is known where the loader puts
+them (`Places`), to where they stay.
 
 The transfer group lies outside torch's default group: rank 0 of it is the trainer, the workers of all servers follow. Names are those
 of the Hugging Face checkpoint; vLLM's own `load_weights` maps them onto its fused layers. Three checks make sure that weights
@@ -17,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,10 +32,10 @@ from pasync.config import Config
 from pasync.errors import PasyncError, WeightSyncError
 from pasync.messages import Join, Joined, Message, Probe, Probed, Sync, Synced, float_bytes, floats, int_bytes
 from pasync.transport.broadcast import BroadcastGroup, Bucket, Buffers, Work, plan_buckets, views
+from pasync.transport.places import Places
 
 Item = TypeVar("Item")
-ALONE_BYTES = 2 << 20
-"""Tensors from this size on travel alone and are not copied first: on cpu that costs more than one more broadcast does."""
+Weights = Iterable[tuple[str, Tensor]]
 BITS = {2: torch.int16, 4: torch.int32}
 SUM_MODULUS = 1 << 32
 SUM_PIECE = {"cpu": 1 << 15}
@@ -68,19 +72,24 @@ class WeightSender:
         self.dtype = getattr(torch, config.server_dtype)
         self.device = devices.torch_device(kind, 0)
         self.max_numel = config.sync.bucket_bytes // self.dtype.itemsize
-        self.buckets = plan_buckets(shapes, self.max_numel, ALONE_BYTES // self.dtype.itemsize)
-        self._buffers = Buffers([b for b in self.buckets if len(b) > 1], self.max_numel, self.dtype, self.device)
+        self.buckets = plan_buckets(shapes, self.max_numel)
+        flat = [bucket for bucket in self.buckets if len(bucket) > 1 and kind != "cpu"]
+        self._buffers = Buffers(flat, self.max_numel, self.dtype, self.device)
+        self._apart = kind == "cpu"
         self.group = self._join(kind)
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def publish(self, weights: Weights, version: int, meanwhile: Callable[[], Item | None] = lambda: None) -> Item | None:
         """Give every server the weights of `version` and wait until each says that it holds them, with empty prefix caches.
 
         Waits for the servers, at most `sync.deadline_s` for every bucket and again for the acknowledgements.
 
         Args:
             weights: (name, tensor) in the order of `shapes`, made as slowly as they need to be. Taken to the end, on the calling thread,
-                while buckets before are on their way. Large tensors are sent from where they lie: none may be written to before
-                this returns.
+                while buckets before are on their way. Sent from where they lie: none may be written to before this returns.
+            meanwhile: called when all weights are sent, while the servers get ready to compute with them.
+
+        Returns:
+            What `meanwhile` returned.
 
         Raises:
             WeightSyncError: a server did not take part or does not hold what was sent, or `weights` failed. The group is closed then, and
@@ -94,16 +103,22 @@ class WeightSender:
             self.servers.tell(name, Sync(version=version, with_sum=with_sum))
         with self._all_answering(Synced):
             total = self._send(weights, with_sum, version)
+        result = meanwhile()
         synced = self.servers.replies(Synced, deadline_s=self.config.sync.deadline_s)
         for name, reply in synced.items():
             if reply.version != version:
                 raise WeightSyncError(f"{name} acknowledged version {reply.version} instead of {version}")
             if reply.weight_sum not in (None, total):
                 raise WeightSyncError(f"{name} holds weights whose bits sum to {reply.weight_sum} after sync {version}, sent were {total}")
+        return result
 
     def due(self, version: int) -> bool:
-        """Whether this version is one that is checked (`sync.probe_every`); the first sync of a run always is."""
-        return version == self._first or version % self.config.sync.probe_every == 0
+        """Whether this version is one that is checked (`sync.probe_every`).
+
+        The first always is, and the second, where for the first time weights arrive where they stay.
+        """
+        assert self._first is not None
+        return version <= self._first + 1 or version % self.config.sync.probe_every == 0
 
     def probe(self, ids: list[int], logprobs: Tensor, version: int) -> float:
         """Compare log-probs of a fixed sequence.
@@ -159,65 +174,89 @@ class WeightSender:
                 self.servers.replies(kind, deadline_s=self.config.sync.deadline_s)
             raise
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], with_sum: bool, version: int) -> int:
+    def _send(self, weights: Weights, with_sum: bool, version: int) -> int:
         source, total = iter(weights), 0
         collecting = f"collecting the weights of version {version}"
-        under_way: deque[tuple[Work, Tensor]] = deque()
+        under_way: deque[tuple[Work, list[Tensor]]] = deque()
         with _naming(f"sending version {version}", self.servers.failure):
             for bucket in self.buckets:
                 with _naming(collecting):
-                    flat = self._flat(bucket, source)
-                for piece in flat.split(self.max_numel):
-                    under_way.append((self.group.start(piece), piece))
-                    if with_sum:
-                        total += checksum([piece])
-                    if len(under_way) > 1:
-                        under_way.popleft()[0].wait()
+                    parcel = self._parcel(bucket, source)
+                under_way.append((self.group.start(parcel), parcel))
+                if with_sum:
+                    total += checksum(parcel)
+                if len(under_way) > 1:
+                    under_way.popleft()[0].wait()
             with _naming(collecting):
                 _require_end(source)
             for work, _ in under_way:
                 work.wait()
         return total % SUM_MODULUS
 
-    def _flat(self, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> Tensor:
-        """The next tensors of `source` as one: copied into a buffer; a tensor alone as it lies, if it is of the servers' type."""
+    def _parcel(self, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> list[Tensor]:
+        """The next tensors of `source`, as they lie if they are of the servers' type, or copied into one buffer."""
         tensors = [_take(source, name, shape) for name, shape in bucket]
-        if len(tensors) == 1:
-            return tensors[0].to(self.device, self.dtype).flatten()
+        if self._apart or len(tensors) == 1:
+            return [tensor.to(self.device, self.dtype).contiguous() for tensor in tensors]
         flat = self._buffers.take(bucket)
         for view, tensor in zip(views(flat, bucket), tensors, strict=True):
             view.copy_(tensor)
-        return flat
+        return [flat]
 
 
 class WeightReceiver:
     """Lives in every vLLM worker; one call of `receive` takes one version."""
 
     def __init__(self, kind: str, join: dict[str, Any], rank: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.dtype = dtype
         self.buckets: list[Bucket] = join["buckets"]
-        self.max_numel: int = join["max_numel"]
-        self._buffers = Buffers(self.buckets, self.max_numel, dtype, device)
+        self.dtype, self._apart, self._places = dtype, kind == "cpu", Places()
+        self._buffers = Buffers(self.buckets, join["max_numel"], dtype, device)
         world, limit = join["world_size"], join["timeout_s"]
         store = BroadcastGroup.open_store(join["host"], join["port"], world, limit, is_sender=False)
         self.group = BroadcastGroup(kind, store, join["rank_offset"] + rank, world, device, limit)
 
-    def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every weight; a tensor is overwritten once the next bucket's first one is asked for.
+    def receive(self, load: Callable[[Weights], object], held: Iterable[Tensor]) -> None:
+        """Take every weight of one version.
 
-        Waits for each broadcast, at most the timeout of the group. The next bucket arrives while one is yielded.
+        Waits for each bucket, at most the timeout of the group. The next bucket arrives while one is loaded.
+
+        Args:
+            load: gets (name, tensor) of every weight and copies them, one after the other, into `held`; a tensor is overwritten once the
+                next bucket's first one is asked for. Those that it copied as they are may not be given to it again: later versions arrive
+                where it put them.
+            held: all weights, as long as this lives.
 
         Raises:
             TimeoutError, RuntimeError: the sender is late or gone.
         """
-        for bucket, (flat, works) in zip(self.buckets, _one_ahead(map(self._start, self.buckets)), strict=True):
-            for work in works:
-                work.wait()
-            yield from zip((name for name, _ in bucket), views(flat, bucket), strict=True)
+        with self._places if self._apart else nullcontext():
+            load(self._places.watched(self._arriving(), held))
 
-    def _start(self, bucket: Bucket) -> tuple[Tensor, list[Work]]:
-        flat = self._buffers.take(bucket)
-        return flat, [self.group.start(piece) for piece in flat.split(self.max_numel)]
+    def _arriving(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that have no place yet. Of the two buffers one is loaded, one filled; buckets that need none start at once."""
+        started: deque[tuple[list[tuple[str, Tensor]], Work]] = deque()
+        for bucket in self.buckets:
+            started.append(self._start(bucket))
+            while sum(bool(weights) for weights, _ in started) == 2:
+                yield from _arrived(*started.popleft())
+        for weights, work in started:
+            yield from _arrived(weights, work)
+
+    def _start(self, bucket: Bucket) -> tuple[list[tuple[str, Tensor]], Work]:
+        """What is to be loaded when the work is done."""
+        places = self._places.known
+        rest = [weight for weight in bucket if weight[0] not in places]
+        if not rest:
+            return [], self.group.start([places[name] for name, _ in bucket])
+        flat = self._buffers.take(rest)
+        buffered = dict(zip((name for name, _ in rest), views(flat, rest), strict=True))
+        where = places | buffered
+        return list(buffered.items()), self.group.start([where[name] for name, _ in bucket] if self._apart else [flat])
+
+
+def _arrived(weights: list[tuple[str, Tensor]], work: Work) -> list[tuple[str, Tensor]]:
+    work.wait()
+    return weights
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -228,15 +267,6 @@ def checksum(tensors: Iterable[Tensor]) -> int:
         for part in bits.split(SUM_PIECE.get(t.device.type, 1 << 24)):
             total += part.int().sum(dtype=torch.int32).item()
     return total % SUM_MODULUS
-
-
-def _one_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, each given when the one after it has been made."""
-    ahead = next(items)
-    for item in items:
-        yield ahead
-        ahead = item
-    yield ahead
 
 
 def _take(source: Iterator[tuple[str, Tensor]], name: str, shape: list[int]) -> Tensor:

@@ -121,6 +121,13 @@ def ascend(communicator: type[PyHcclCommunicator]) -> Iterator[None]:
         yield
 
 
+def received(receiver: WeightReceiver) -> dict[str, torch.Tensor]:
+    """One version."""
+    held: dict[str, torch.Tensor] = {}
+    receiver.receive(lambda weights: held.update((name, tensor.clone()) for name, tensor in weights), held=[])
+    return held
+
+
 def serve(pipe: Any, communicator: type[PyHcclCommunicator]) -> None:
     """A server's process: answers Join and each Sync, or with the error."""
     with ascend(communicator):
@@ -129,7 +136,7 @@ def serve(pipe: Any, communicator: type[PyHcclCommunicator]) -> None:
             receiver = WeightReceiver("npu", pipe.recv(), 0, CPU, torch.float32)
             pipe.send(Joined())
             while sync := pipe.recv():
-                held = {name: tensor.clone() for name, tensor in receiver.receive()}
+                held = received(receiver)
                 pipe.send(Synced(sync["version"], 0.0, checksum(held.values())))
                 pipe.send(held)
         except (RuntimeError, TimeoutError) as error:

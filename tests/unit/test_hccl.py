@@ -22,7 +22,7 @@ from pasync.configfile import load
 from pasync.errors import WeightSyncError
 from pasync.transport.weights import WeightSender
 
-SHAPES = [("embed", [40, 10]), ("norm", [4]), ("up", [16, 10]), ("down", [10, 9])]  # in numbers of 1 KiB: 400 in two pieces, 254 in one
+SHAPES = [("embed", [40, 10]), ("norm", [4]), ("up", [16, 10]), ("down", [10, 10])]  # buckets of 256: larger, two in one, the last
 
 
 def config(folder: Path, deadline_s: float) -> Config:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_producer import SAMPLING, ScriptedServer, config, prompts, take, wait_until
 from torch import Tensor
-from workers import free_port
+from workers import copier, free_port
 
 from pasync import leader
 from pasync.errors import Preempted, RolloutError
@@ -49,9 +49,7 @@ class ReceivingServer(ScriptedServer):
         while not isinstance(message := self.told.get(timeout=30), Stop):
             if type(message) is self.dies:
                 if isinstance(message, Sync):
-                    received = self._receiver.receive()
-                    next(received)
-                    received.close()
+                    self._receiver.receive(next, self.held.values())
                 self._leave()
                 return self.close()
             if isinstance(message, Sync) and self.hangs:
@@ -67,9 +65,10 @@ class ReceivingServer(ScriptedServer):
             self._leave()
             fields = msgspec.to_builtins(message)
             self._receiver = WeightReceiver("cpu", fields, 0, torch.device("cpu"), torch.float32)
+            self.held = {name: torch.zeros(shape) for bucket in message.buckets for name, shape in bucket}
             self.send(pack(Joined()))
         elif isinstance(message, Sync):
-            self.held = {name: t.clone() for name, t in self._receiver.receive()}
+            self._receiver.receive(copier(self.held), self.held.values())
             if self.spoils:
                 raise RuntimeError("no memory left")
             self.versions.append(message.version)
@@ -169,7 +168,7 @@ def test_whoever_waits_for_one_that_leaves_comes_out_at_once_and_its_thread_ends
         thread.start()
     for thread in threads:
         thread.join(limit)
-    waiting = [groups[rank].start(torch.empty(1000)) for rank in (1, 2)]
+    waiting = [groups[rank].start([torch.empty(1000)]) for rank in (1, 2)]
     began = time.monotonic()
     groups[0].close()
     for work in waiting:

@@ -1,7 +1,8 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from workers import copier
 
 from pasync.config import Config
 from pasync.configfile import load
@@ -20,12 +22,12 @@ from pasync.transport.weights import WeightReceiver, WeightSender, checksum
 SHAPES = [("embed", [11, 4]), ("norm", [4]), ("head", [11, 4]), ("scale", [1])]
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 50), st.integers(1, 50))
-def test_buckets_keep_the_order_and_the_limits(sizes, limit, alone):
-    buckets = plan_buckets([(str(i), [n]) for i, n in enumerate(sizes)], limit, alone)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 50))
+def test_buckets_keep_the_order_and_the_limit(sizes, limit):
+    buckets = plan_buckets([(str(i), [n]) for i, n in enumerate(sizes)], limit)
     assert [name for bucket in buckets for name, _ in bucket] == [str(i) for i in range(len(sizes))]
-    for bucket in (b for b in buckets if len(b) > 1):
-        assert bucket_numel(bucket) <= limit and all(math.prod(shape) < alone for _, shape in bucket)
+    assert all(bucket_numel(bucket) <= limit for bucket in buckets if len(bucket) > 1)
+    assert all(bucket_numel(bucket) + math.prod(after[0][1]) > limit for bucket, after in pairwise(buckets))
 
 
 def test_two_buffers_are_used_in_turn_and_what_is_larger_gets_its_own():
@@ -40,11 +42,12 @@ def test_two_buffers_are_used_in_turn_and_what_is_larger_gets_its_own():
 class ThreadServers:
     """The rollout side as the sender sees it: every server is a thread with a real receiver in a real gloo group."""
 
-    def __init__(self, count: int, load: Callable[[int, dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    def __init__(self, count: int) -> None:
         self.names = [f"server-{i}" for i in range(count)]
-        self.load = load
+        self.forgets: tuple[str, str] | None = None  # (server, weight that it does not load)
         self.in_flight = 0
         self.held: dict[str, dict[str, Tensor]] = {}
+        self.given: dict[str, list[str]] = {}  # what the last version's loader got
         self.answers: dict[str, Any] = {}
         self.receivers: dict[str, WeightReceiver] = {}
         self.threads: list[threading.Thread] = []
@@ -75,29 +78,34 @@ class ThreadServers:
         if isinstance(message, Join):
             fields = {k: getattr(message, k) for k in message.__struct_fields__}
             self.receivers[server] = WeightReceiver("cpu", fields, 0, torch.device("cpu"), torch.float32)
+            self.held[server] = {name: torch.zeros(shape) for bucket in message.buckets for name, shape in bucket}
             self.answers[server] = Joined()
         elif isinstance(message, Sync):
             try:
-                received = {name: self._loaded(t) for name, t in self.receivers[server].receive()}
+                held = self.held[server]
+                self.receivers[server].receive(lambda weights: copier(held)(self._slowly(server, weights)), held.values())
             except (TimeoutError, RuntimeError) as error:
                 self.errors[server] = error
                 return
-            self.held[server] = self.load(index, received)
             total = checksum(self.held[server].values()) if message.with_sum else None
             self.answers[server] = Synced(message.version + self.version_error, 0.0, total)
         elif isinstance(message, Probe):
             self.answers[server] = Probed(message.version, float_bytes([-1.0, -2.0 - index]))
 
-    def _loaded(self, tensor: Tensor) -> Tensor:
-        time.sleep(self.load_s)
-        return tensor.clone()
+    def _slowly(self, server: str, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        self.given[server] = []
+        for name, tensor in weights:
+            self.given[server].append(name)
+            time.sleep(self.load_s)
+            if (server, name) != self.forgets:
+                yield name, tensor
 
 
 def test_a_group_may_be_closed_twice():
     """As by a server that could not join the next one and is told of another."""
     store = BroadcastGroup.open_store("127.0.0.1", 0, 1, 10.0, is_sender=True)
     group = BroadcastGroup("cpu", store, 0, 1, torch.device("cpu"), 10.0)
-    group.start(torch.ones(2)).wait()
+    group.start([torch.ones(2)]).wait()
     group.close()
     group._thread.join(10.0)
     group.close()
@@ -127,12 +135,27 @@ def many(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("bucket_bytes", [1024, 1500, 4096, 8400, 1 << 20])
 def test_held_weights_equal_sent_ones_bit_for_bit_for_any_size_of_buckets(tmp_path, bucket_bytes):
-    servers = ThreadServers(2, lambda _, received: received)
+    servers = ThreadServers(2)
     sender = WeightSender(config(tmp_path, bucket_bytes=bucket_bytes), servers, MANY, "cpu")
     for version in range(2):
         sender.publish(many(version).items(), version)
         for held in servers.held.values():
             assert all(torch.equal(held[n].view(torch.int32), w.float().view(torch.int32)) for n, w in many(version).items())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1024, 4096, 1 << 20])
+def test_weights_arrive_where_they_stay_once_that_is_known_and_others_are_loaded_every_time(tmp_path, bucket_bytes):
+    servers = ThreadServers(2)
+    sender = WeightSender(config(tmp_path, bucket_bytes=bucket_bytes), servers, MANY, "cpu")
+    names, loaded = [name for name, _ in MANY], {"server-0": ["w3", "w30", "large"], "server-1": []}
+    for name in loaded["server-0"]:
+        rows, columns = servers.held["server-0"][name].shape
+        servers.held["server-0"][name] = torch.zeros(columns, rows).T  # laid out otherwise than sent
+    for version in range(4):
+        sender.publish(many(version).items(), version)
+        assert servers.given == (loaded if version else dict.fromkeys(servers.names, names))
+        for held in servers.held.values():
+            assert all(torch.equal(held[name], weight.float()) for name, weight in many(version).items())
 
 
 @pytest.mark.parametrize(("make_s", "load_s"), [(0.01, 0.0), (0.0, 0.01), (0.005, 0.005)])
@@ -142,7 +165,7 @@ def test_slow_weights_and_slow_servers_change_nothing(tmp_path, make_s, load_s):
             time.sleep(make_s)
             yield name, weight
 
-    servers = ThreadServers(2, lambda _, received: received)
+    servers = ThreadServers(2)
     servers.load_s = load_s
     WeightSender(config(tmp_path), servers, MANY, "cpu").publish(slowly(), 0)
     for held in servers.held.values():
@@ -154,7 +177,7 @@ def test_a_failure_while_weights_are_made_is_named_and_the_servers_wait_no_longe
         yield from list(many(0).items())[:20]
         raise KeyError("shard of rank 3")
 
-    servers = ThreadServers(2, lambda _, received: received)
+    servers = ThreadServers(2)
     sender = WeightSender(config(tmp_path, deadline_s=2), servers, MANY, "cpu")
     with pytest.raises(WeightSyncError, match=r"collecting the weights of version 7 failed after 0.\d s: KeyError: 'shard of rank 3'"):
         sender.publish(failing(), 7)
@@ -172,7 +195,7 @@ def test_a_failure_while_weights_are_made_is_named_and_the_servers_wait_no_longe
     ],
 )
 def test_other_weights_than_planned_are_named(tmp_path, change, message):
-    sender = WeightSender(config(tmp_path, deadline_s=2), ThreadServers(1, lambda _, received: received), MANY, "cpu")
+    sender = WeightSender(config(tmp_path, deadline_s=2), ThreadServers(1), MANY, "cpu")
     with pytest.raises(WeightSyncError, match=message):
         sender.publish(change(list(many(0).items())), 0)
 
@@ -194,7 +217,7 @@ def test_the_checksum_notices_the_last_bit_of_one_weight():
 
 
 def test_every_server_gets_every_weight_of_every_version(tmp_path):
-    servers = ThreadServers(2, lambda _, received: received)
+    servers = ThreadServers(2)
     sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
     for version in range(3):
         sender.publish(weights(version), version)
@@ -203,24 +226,22 @@ def test_every_server_gets_every_weight_of_every_version(tmp_path):
 
 
 def test_a_weight_that_one_server_did_not_load_is_noticed(tmp_path):
-    def forget_head(index: int, received: dict[str, Tensor]) -> dict[str, Tensor]:
-        return received | ({"head": dict(weights(0))["head"]} if index == 1 else {})
-
-    sender = WeightSender(config(tmp_path), ThreadServers(2, forget_head), SHAPES, "cpu")
-    sender.publish(weights(0), 0)
+    servers = ThreadServers(2)
+    servers.forgets = ("server-1", "head")
+    sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
     with pytest.raises(WeightSyncError, match="server-1 holds weights whose bits sum to"):
-        sender.publish(weights(1), 1)
+        sender.publish(weights(0), 0)
 
 
-def test_the_first_sync_of_a_continued_run_is_checked_whatever_its_version(tmp_path):
-    sender = WeightSender(config(tmp_path, probe_every=5), ThreadServers(1, lambda _, received: received), SHAPES, "cpu")
+def test_the_first_two_syncs_of_a_continued_run_are_checked_whatever_their_version(tmp_path):
+    sender = WeightSender(config(tmp_path, probe_every=5), ThreadServers(1), SHAPES, "cpu")
     for version in range(7, 12):
         sender.publish(weights(version), version)
-    assert [version for version in range(7, 12) if sender.due(version)] == [7, 10]
+    assert [version for version in range(7, 12) if sender.due(version)] == [7, 8, 10]
 
 
 def test_a_wrong_version_is_noticed(tmp_path):
-    servers = ThreadServers(1, lambda _, received: received)
+    servers = ThreadServers(1)
     sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
     servers.version_error = 1
     with pytest.raises(WeightSyncError, match="acknowledged version 6 instead of 5"):
@@ -228,7 +249,7 @@ def test_a_wrong_version_is_noticed(tmp_path):
 
 
 def test_nothing_is_sent_while_groups_are_in_flight(tmp_path):
-    servers = ThreadServers(1, lambda _, received: received)
+    servers = ThreadServers(1)
     sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
     servers.in_flight = 1
     with pytest.raises(RolloutError):
@@ -236,7 +257,7 @@ def test_nothing_is_sent_while_groups_are_in_flight(tmp_path):
 
 
 def test_a_server_that_does_not_receive_ends_in_a_named_error_within_the_deadline(tmp_path):
-    servers = ThreadServers(1, lambda _, received: received)
+    servers = ThreadServers(1)
     sender = WeightSender(config(tmp_path, deadline_s=2), servers, SHAPES, "cpu")
     servers.receivers.clear()  # the server forgets its group: nobody is at the other end
     servers.tell = lambda server, message: None  # type: ignore[method-assign]
@@ -245,7 +266,7 @@ def test_a_server_that_does_not_receive_ends_in_a_named_error_within_the_deadlin
 
 
 def test_the_probe_reports_the_largest_gap_and_fails_above_the_tolerance(tmp_path):
-    sender = WeightSender(config(tmp_path, probe_tolerance=1.0), ThreadServers(2, lambda _, r: r), SHAPES, "cpu")
+    sender = WeightSender(config(tmp_path, probe_tolerance=1.0), ThreadServers(2), SHAPES, "cpu")
     assert sender.probe([1, 2, 3], torch.tensor([-1.0, -2.0]), 0) == pytest.approx(0.5)
     with pytest.raises(WeightSyncError, match="server-1"):
         sender.probe([1, 2, 3], torch.tensor([-1.0, -0.5]), 0)

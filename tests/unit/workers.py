@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,16 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def copier(held: dict[str, torch.Tensor]) -> Callable[[Iterable[tuple[str, torch.Tensor]]], None]:
+    """Loads weights as vLLM does."""
+
+    def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            held[name].copy_(tensor)
+
+    return load
 
 
 def run_ranks(
