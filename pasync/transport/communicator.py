@@ -86,7 +86,7 @@ class NcclCommunicator:
 
     def broadcast(self, tensors: list[Tensor], stream: Any) -> Call:
         """As in `Communicator`, on the stream."""
-        with torch.cuda.stream(stream):
+        with torch.get_device_module(tensors[0].device).stream(stream):
             for tensor in tensors:
                 self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
         return _end(tensors, stream)
