@@ -274,7 +274,7 @@ def curve(options: argparse.Namespace) -> Line:
 
 
 def apart(ours: list[list[float]], theirs: list[list[float]]) -> float:
-    """Difference of the means over all steps, in standard errors between seeds: within 2 it is noise."""
+    """Difference of the means over all steps, in standard errors between seeds."""
     means = [[statistics.fmean(run) for run in runs] for runs in (ours, theirs)]
     error = math.sqrt(sum(statistics.variance(of_seeds) / len(of_seeds) for of_seeds in means))
     return (statistics.fmean(means[0]) - statistics.fmean(means[1])) / error
