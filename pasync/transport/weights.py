@@ -73,9 +73,9 @@ class WeightSender:
         self.device = devices.torch_device(kind, 0)
         self.max_numel = config.sync.bucket_bytes // self.dtype.itemsize
         self.buckets = plan_buckets(shapes, self.max_numel)
-        flat = [bucket for bucket in self.buckets if len(bucket) > 1 and kind != "cpu"]
-        self._buffers = Buffers(flat, self.max_numel, self.dtype, self.device)
         self._apart = kind == "cpu"
+        flat = [] if self._apart else [bucket for bucket in self.buckets if len(bucket) > 1]
+        self._buffers = Buffers(flat, self.max_numel, self.dtype, self.device)
         self.group = self._join(kind)
 
     def publish(self, weights: Weights, version: int, meanwhile: Callable[[], Item | None] = lambda: None) -> Item | None:
