@@ -257,7 +257,7 @@ def limit(case: Case, theirs: list[Line]) -> float:
 def curve(options: argparse.Namespace) -> Line:
     """The JSON line of `curve`: of each step the mean over seeds, and how far the means of the whole runs are apart."""
     case, ours, theirs = CASES["curve"], list[list[Line]](), list[list[Line]]()
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         with scratch() as folder, Peer(case, folder, options, seed, CURVE_STEPS) as peer:
             theirs.append([peer.step() for _ in range(CURVE_STEPS)])
             tree = configuration(case, Path(prepare.prepare(case.model)), folder / "rows.jsonl", options)
@@ -289,6 +289,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="of one step of TRL and one run of pasync each")
     parser.add_argument("--iterations", type=int, default=1, help="measured iterations of each run of pasync")
     parser.add_argument("--seeds", type=int, default=3, help="of curve")
+    parser.add_argument("--first-seed", type=int, default=0, help="of curve")
     parser.add_argument("--trl-python", help="an interpreter that has TRL; by default made by setup.sh")
     options = parser.parse_args()
     print(json.dumps(curve(options) if options.case == "curve" else speed(options.case, options)))

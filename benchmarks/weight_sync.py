@@ -6,7 +6,7 @@
     in_place    the same, but received where every byte stays, as weights have to be
     per_tensor  one broadcast per tensor
     bucketed    one flat buffer: fill, send, load, one after the other
-    overlapped  WeightSender and WeightReceiver
+    overlapped  WeightSender and WeightReceiver; every place is known, so neither side copies
     reload      a safetensors file, written by the sender and read by the receiver; nothing forces it to the disk
     .._checked  the same with the sums of both sides, as after every sync that `sync.probe_every` names
 

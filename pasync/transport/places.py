@@ -31,13 +31,15 @@ class Places(TorchDispatchMode):
         """The same weights. What is done before the next one is asked for is taken for what the loader does with one.
 
         Args:
+            weights: not begun before places that are no longer parts of `held` are forgotten.
             held: tensors of which places are parts; a copy to elsewhere may be one on the way.
         """
-        memory = {tensor.untyped_storage().data_ptr() for tensor in held}
+        memory = set(map(_memory, held))
+        self.known = {name: place for name, place in self.known.items() if _memory(place) in memory}
         for name, given in weights:
             self._given, self._copies = given, []
             yield name, given
-            if len(self._copies) == 1 and _same_layout(place := self._copies[0], given) and place.untyped_storage().data_ptr() in memory:
+            if len(self._copies) == 1 and _same_layout(place := self._copies[0], given) and _memory(place) in memory:
                 self.known[name] = place
         self._given, self._copies = None, []
 
@@ -49,6 +51,10 @@ class Places(TorchDispatchMode):
     def _is_given(self, source: Tensor) -> bool:
         """Whether it is the tensor that was yielded last, or begins where that does."""
         return self._given is not None and source.data_ptr() == self._given.data_ptr()
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _same_layout(place: Tensor, given: Tensor) -> bool:

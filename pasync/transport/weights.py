@@ -224,7 +224,7 @@ class WeightReceiver:
             load: gets (name, tensor) of every weight and copies them, one after the other, into `held`; a tensor is overwritten once the
                 next bucket's first one is asked for. Those that it copied as they are may not be given to it again: later versions arrive
                 where it put them.
-            held: all weights, as long as this lives.
+            held: all weights.
 
         Raises:
             TimeoutError, RuntimeError: the sender is late or gone.

@@ -86,6 +86,7 @@ RUN_BY = {
         "python -m benchmarks.against_trl --case short --kl-coef 0.04",
         "python -m benchmarks.against_trl --case long",
         "python -m benchmarks.against_trl --case curve",
+        "python -m benchmarks.against_trl --case curve --first-seed 3 --seeds 12",
     ),
     "tests/system/test_benchmarks.py::test_admission_prints_its_line": ("python -m benchmarks.admission",),
     "tests/system/test_benchmarks.py::test_transport_prints_its_line": ("python -m benchmarks.transport",),

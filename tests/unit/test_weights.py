@@ -227,10 +227,23 @@ def test_every_server_gets_every_weight_of_every_version(tmp_path):
 
 def test_a_weight_that_one_server_did_not_load_is_noticed(tmp_path):
     servers = ThreadServers(2)
-    servers.forgets = ("server-1", "head")
     sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
+    servers.held["server-1"]["head"] = torch.zeros(4, 11).T  # laid out otherwise, so it is loaded every time
+    sender.publish(weights(0), 0)
+    servers.forgets = ("server-1", "head")
     with pytest.raises(WeightSyncError, match="server-1 holds weights whose bits sum to"):
-        sender.publish(weights(0), 0)
+        sender.publish(weights(1), 1)
+
+
+def test_weights_that_a_server_has_moved_are_loaded_again(tmp_path):
+    servers = ThreadServers(1)
+    sender = WeightSender(config(tmp_path), servers, SHAPES, "cpu")
+    held = servers.held["server-0"]
+    for version in range(4):
+        sender.publish(weights(version), version)
+        assert all(torch.equal(held[name], tensor) for name, tensor in weights(version))
+        held["head"] = held["head"].clone()
+    assert servers.given == {"server-0": ["head"]}
 
 
 def test_the_first_two_syncs_of_a_continued_run_are_checked_whatever_their_version(tmp_path):
